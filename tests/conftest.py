@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard.
 
-Tests run in two lanes. What measures time, or ends what is late, is marked `timed`: of these two run at a time, one
-for each core. All other tests run three at a time. `nightly` are those that take too long for every change, or need
-what few machines have.
+Tests run in two lanes. What asserts how many seconds something took is marked `timed`: of these two run at a time, one
+for each core. All other tests run three at a time. A test that waits for something until a deadline may be in either
+lane, if the deadline is many times what it takes. `nightly` are those that take too long for every change, or need
+what few machines have; those that are `timed` as well run one at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from orchestra.worlds.shared_memory import fork_server
 # Folders and files of which every test is marked; single tests are marked where they stand.
 LANES = {
     "timed": (
-        "browser", "core/test_orphans.py", "core/test_scoring_meanwhile.py", "core/test_stopping.py", "lab",
-        "prepare/test_libraries.py", "transports/test_processes.py", "transports/test_reconnect.py",
+        "browser", "core/test_hangs.py", "core/test_orphans.py", "core/test_scoring_meanwhile.py",
+        "core/test_stopping.py", "lab", "prepare/test_libraries.py", "transports/test_processes.py",
+        "transports/test_reconnect.py",
     ),
     "nightly": ("browser", "docs/test_blocks.py", "lab", "launch/test_ray.py", "prepare/test_libraries.py"),
 }  # fmt: skip
@@ -64,6 +66,18 @@ def _no_environment_of_a_launcher() -> Iterator[None]:
         for name in (*NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ORCHESTRA_TOKEN", "ORCHESTRA_TOKEN_FILE"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def promised(request: pytest.FixtureRequest) -> Callable[[float], float]:
+    """How many seconds something may take: what the documentation says where a test runs alone, 20 beside others."""
+    alone = request.node.get_closest_marker("nightly") is not None
+    return lambda seconds: seconds if alone else 20.0
+
+
+@pytest.fixture(params=["beside others", pytest.param("alone", marks=pytest.mark.nightly)])
+def also_alone() -> None:
+    """For tests that run for every change, and in `make nightly` alone."""
 
 
 @pytest.fixture

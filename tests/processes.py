@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -74,9 +76,21 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def _own_ports() -> Iterator[int]:
+    """The ports of this process's tests, again and again, below those that the kernel gives to others."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw-1").removeprefix("gw")) + 1
+    first, skipped = 20_000 + 1000 * (number % 12), os.getpid() % 1000  # another run of tests is somewhere else
+    return itertools.cycle([*range(first + skipped, first + 1000), *range(first, first + skipped)])
+
+
+_PORTS = _own_ports()
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+    """A port that no process listens at, and that no other test is given soon."""
+    while True:
+        with suppress(OSError), socket.create_server(("", port := next(_PORTS))):
+            return port
 
 
 def environ_of(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tests.waiting import wait_until
 from torch import Tensor, nn
 
 import orchestra
@@ -182,9 +183,7 @@ def note_and_die(path: Path) -> None:
 
 def die_after(path: Path) -> None:
     """Die once a file is there: others may be behind."""
-    deadline = time.monotonic() + 10
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(path.exists)
     die()
 
 

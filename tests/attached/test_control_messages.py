@@ -300,7 +300,7 @@ def test_closing_has_one_deadline_for_all_connections() -> None:
             messenger.send_control(node, {"kind": "x" * 100_000})  # more than the kernel takes
     began = time.monotonic()
     messenger.close(within=0.5)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.9  # with a deadline for each it would take 2.0
     piece = torch.zeros(4, dtype=torch.uint8)
     messenger._accept(messenger._peers[1], wire.Frame(wire.Kind.FILE, 1, 0, numel=4), piece)
     assert not listener.pieces

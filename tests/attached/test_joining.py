@@ -97,7 +97,7 @@ def test_a_token_folder_of_another_user_is_reported(by: str, tmp_path: Path, mon
 
 @pytest.mark.nightly
 def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
-    trusted = partial(call, cluster=Attached(patience=3, trusted=True))
+    trusted = partial(call, cluster=Attached(patience=6, trusted=True))
     with Processes([partial(trusted, tmp_path / "run")] * 2, {"ORCHESTRA_TOKEN": TOKEN}) as processes:
         assert [outcome.value for outcome in processes.outcomes()] == [3, 3]
     more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN": TOKEN[::-1]}]

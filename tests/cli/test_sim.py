@@ -125,6 +125,7 @@ def test_a_simulation_refuses_checkpoints(tmp_path: Path) -> None:
         train(AllReduce(), tmp_path / "run", cluster=Simulated(workers=2), checkpoint_every=Steps(2))
 
 
+@pytest.mark.timed
 @pytest.mark.nightly
 def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
     """Who is late, and by how much, is the same in both worlds."""
@@ -137,8 +138,9 @@ def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
     for name, cluster in worlds.items():
         train(AllReduce(), tmp_path / name, cluster=cluster, budget=Steps(5))
         steps[name] = [e.compute for e in events(tmp_path / name, 0) if isinstance(e, Stepped)]
-    assert steps["real"] == pytest.approx(steps["virtual"], rel=0.1)
     assert all(a >= b - 1e-3 for a, b in zip(steps["real"], steps["virtual"], strict=True))
+    longest = [sorted(range(5), key=of.__getitem__) for of in steps.values()]
+    assert longest[0] == longest[1]
 
 
 def test_delays_go_on_where_they_were(tmp_path: Path) -> None:

@@ -111,6 +111,23 @@ def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) 
     assert chosen.rate == max(rate for rate in ranked if rate <= largest or rate < min(ranked[-4:]))
 
 
+def test_where_the_best_tries_collapse_or_fail_another_one_is_chosen(tmp_path: Path) -> None:
+    tuned, last = made(best_at(0.1), ("allreduce",), tmp_path), list[Setting]()
+
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
+        if whole:
+            last.append(setting)
+            return (
+                TuningResult(failed="Diverged") if len(last) == 1 else TuningResult(1.0, ((1.0, 0.9),), collapsed=True)
+            )
+        return best_at(0.1)(setting)
+
+    tuned._one = one  # type: ignore[method-assign]
+    chosen = tuned.run().settings["allreduce"]
+    assert len(last) == tuned.plan.kept > 2
+    assert chosen not in last
+
+
 def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> None:
     near = made(best_at(0.06), ("allreduce", "ps(consistency=asp)"), tmp_path / "a").run()
     assert near.tries == 12
@@ -244,4 +261,4 @@ def test_tuning_tells_its_progress_once_a_minute_where_there_is_no_terminal(
     for _ in range(5):
         tuned._show("tuning ps: lr 0.1")
         now[0] += 30
-    assert capsys.readouterr().err == 2 * "tuning ps: lr 0.1 (0 tries done)\n"
+    assert capsys.readouterr().err == 2 * "tuning ps: lr 0.1 (try 1)\n"

@@ -51,7 +51,7 @@ def test_all_that_the_race_takes_is_used() -> None:
 
 def test_where_runs_end_early_tries_are_as_much_shorter() -> None:
     whole = TuningPlan(4, 20.0, 3, Costs(run=0.0, score=0.0, epoch=10.0, real=10.0)).fitted()
-    early = dataclasses.replace(whole, part=0.4).fitted()
+    early = dataclasses.replace(whole, share_of_epochs=0.4).fitted()
     assert early.first == pytest.approx(0.4 * whole.first)
     assert early.race_seconds == pytest.approx(0.4 * whole.race_seconds)
     assert early.seconds <= early.race_seconds * (1 + 1e-9)

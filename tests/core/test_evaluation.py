@@ -84,7 +84,7 @@ def test_what_is_no_number_is_refused_before_anything_is_trained(wrong: str, clu
 def test_every_process_of_several_ends_where_a_score_is_no_number(tmp_path: Path) -> None:
     def call() -> Any:
         given: dict[str, Any] = {"evaluate": lambda model, data: "good", "evaluation_data": make_data}
-        train(AllReduce(), tmp_path / "run", cluster=Attached(patience=5), **given)
+        train(AllReduce(), tmp_path / "run", cluster=Attached(patience=20), **given)
 
     first, second = together(2, call)
     assert first.kind == "ConfigError"

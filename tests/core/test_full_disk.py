@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -23,6 +21,7 @@ from tests.attached.test_runs import far_off
 from tests.cases import few
 from tests.prepare.loops import loop
 from tests.processes import Outcome, together
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, Jittery, Trap, make_model, paced, train, trapped
 from torch import nn
 
@@ -70,15 +69,11 @@ def fill(disk: Path) -> None:
                     pass
 
 
-def filling(disk: Path, *, saved: bool = True) -> Callable[[Any], None]:
-    """For `progress`: fill the disk from the middle of the run on, once there is a checkpoint.
-
-    Checkpoints that are incomplete are removed later, so there is room again.
-    """
+def fill_later(disk: Path) -> Callable[[Any], None]:
+    """For `progress`: fill the disk from the middle of the run on."""
 
     def watch(now: Any) -> None:
-        ready = any((disk / "run" / "checkpoints").glob("step-*[0-9]")) if saved else now.step >= 4
-        if ready or (disk / "filler").exists():
+        if now.step >= 4:
             fill(disk)
 
     return watch
@@ -86,9 +81,7 @@ def filling(disk: Path, *, saved: bool = True) -> Callable[[Any], None]:
 
 def fill_once_saved(disk: Path) -> None:
     """In a worker, between two checkpoints: none of them is then half written, to be removed and make room."""
-    deadline = time.monotonic() + 30
-    while not any((disk / "run" / "checkpoints").glob("step-*[0-9]")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: any((disk / "run" / "checkpoints").glob("step-*[0-9]")))
     fill(disk)
 
 
@@ -109,31 +102,45 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
     strategy: Strategy[Any], disk: Path, tmp_path: Path
 ) -> None:
-    model = paced(0.05, 0.05, model=hurried)
-    whole = train(strategy, tmp_path / "whole", model=model, workers=2, **BUDGET)
+    model = trapped(Trap.at(0, 6, partial(fill_once_saved, disk), size=2), model=hurried)
     with pytest.raises(EnvironmentProblem, match=r"No space left on device") as error:
-        train(strategy, disk / "run", model=model, workers=2, progress=filling(disk), **BUDGET)
+        train(strategy, disk / "run", model=model, workers=2, **BUDGET)
+    whole = train(strategy, tmp_path / "whole", model=trapped(model=large), workers=2, **BUDGET)
     assert "conclude the run with the same train(" in str(error.value)
     assert "\n" not in str(error.value)
     assert same(rescued(str(error.value)), whole.model.state_dict())
     (disk / "filler").unlink()
-    again = train(strategy, disk / "run", model=model, workers=2, resume=True, **BUDGET)
+    again = train(strategy, disk / "run", model=trapped(model=large), workers=2, resume=True, **BUDGET)
     assert same(again.model.state_dict(), whole.model.state_dict())
 
 
 def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None:
-    """The model cannot be written at first; a moment later it can."""
-    model = paced(0.05, 0.05, model=large)
-    freeing = threading.Timer(1.0, lambda: (disk / "filler").write_bytes(b""))
+    """The model cannot be written at first; at the second attempt it can."""
+    failed, caller = tmp_path / "failed", os.getpid()
 
-    def free(now: Any) -> None:
-        if freeing.ident is None:
-            filling(disk)(now)
-        if now.step >= 20 and freeing.ident is None:  # every worker has done its steps, and cannot set the model aside
-            freeing.start()
+    def noting() -> nn.Module:
+        """In a worker: note that an attempt to write the model failed, and make room."""
+        if os.getpid() == caller:
+            return large()
+        trying_again = snapshot.trying_again
 
-    result = train(AllReduce(), disk / "run", model=model, workers=2, progress=free, **BUDGET)
-    freeing.join()
+        def noted(write: Callable[[], Any]) -> Any:
+            def attempt() -> Any:
+                try:
+                    return write()
+                except OSError:
+                    failed.touch()
+                    (disk / "filler").write_bytes(b"")
+                    raise
+
+            return trying_again(attempt)
+
+        snapshot.trying_again = noted
+        return hurried()
+
+    model = trapped(Trap.at(0, 6, partial(fill_once_saved, disk), size=2), model=noting)
+    result = train(AllReduce(), disk / "run", model=model, workers=2, **BUDGET)
+    assert failed.exists()
     assert result.summary.steps == 20
     assert (disk / "run" / "model.safetensors").exists()
 
@@ -165,7 +172,7 @@ def test_simulated_runs_write_the_model_elsewhere(disk: Path) -> None:
     cluster, model = Simulated(workers=2), lambda: Jittery(hurried)
     with pytest.raises(EnvironmentProblem, match="kept no checkpoint") as error:
         train(AllReduce(), disk / "run", cluster=cluster, model=model, budget=Steps(60), optimizer=tiny,
-              progress=filling(disk, saved=False))  # fmt: skip
+              progress=fill_later(disk))  # fmt: skip
     whole = train(
         AllReduce(),
         disk.parent / "whole",

@@ -252,11 +252,6 @@ def test_delays_that_were_asked_for_are_no_hang(tmp_path: Path) -> None:
     assert ended(tmp_path, 1).step == 1
 
 
-def test_steps_as_long_as_before_are_no_hang(tmp_path: Path) -> None:
-    train("allreduce", tmp_path, cluster=Local(workers=2, patience=2), model=paced(1.0, 0.0), budget=Steps(3))
-    assert ended(tmp_path, 0).step == 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mute(Strategy[None]):
     """Every worker waits for a message that no other sends."""

@@ -63,9 +63,18 @@ def test_less_momentum_adam_and_one_worker_are_fine() -> None:
 
 def test_a_setting_that_tuning_found_is_not_warned_of() -> None:
     """Without momentum was tried as well: a warning on the report would advise what was worse."""
-    with warnings.silent():
+    with warnings.once(momentum_tuned=True):
         assert said(ASYNC) is None
     assert said(ASYNC) is not None
+
+
+def test_a_comparison_prints_each_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.silent():
+        assert warnings.say("of a try") == ["of a try"]
+    for _ in range(2):
+        with warnings.once(momentum_tuned=True):
+            warnings.say("of all seeds", "of a try")
+    assert capsys.readouterr().err == "warning: of all seeds\nwarning: of a try\n"
 
 
 @pytest.mark.parametrize(

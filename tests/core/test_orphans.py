@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that is killed leaves no process behind: if that happens during start-up, all are gone in two seconds."""
+"""A launcher that is killed leaves no process behind: if that happens during start-up, all are gone in two seconds.
+
+That they are gone is tested for every change; how soon, in `make nightly`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("also_alone")
 _MARK = "TEST_OF_ORPHANS"
 _PROMISED = 2.0  # seconds, during start-up
 _IN_ORDER = 5.0  # for processes that are training: they tell each other and end as after Ctrl-C
@@ -88,13 +93,24 @@ def started(tmp_path: Path, *command: str) -> Iterator[tuple[subprocess.Popen[by
             os.kill(pid, signal.SIGKILL)
 
 
-def kill(process: subprocess.Popen[bytes], left: Callable[[], object], within: float = _PROMISED) -> None:
+class Kill(Protocol):
+    def __call__(
+        self, process: subprocess.Popen[bytes], left: Callable[[], object], within: float = _PROMISED
+    ) -> None: ...
+
+
+@pytest.fixture
+def kill(promised: Callable[[float], float]) -> Kill:
     """Kill a launcher; fails if what it started is still there after the time that is promised."""
-    assert left()
-    killed = time.monotonic()
-    process.kill()
-    process.wait()
-    assert until(lambda: not left(), killed + within - time.monotonic()), left()
+
+    def kill(process: subprocess.Popen[bytes], left: Callable[[], object], within: float = _PROMISED) -> None:
+        assert left()
+        killed = time.monotonic()
+        process.kill()
+        process.wait()
+        assert until(lambda: not left(), killed + promised(within) - time.monotonic()), left()
+
+    return kill
 
 
 def forkservers(mark: str) -> list[int]:
@@ -113,7 +129,7 @@ RUN = (sys.executable, "-m", "orchestra", "run", "digits", "--workers", "2", "--
 
 
 @pytest.mark.parametrize("command", [SCRIPT, RUN], ids=["train", "orchestra run"])
-def test_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_while_torch_is_imported(kill: Kill, tmp_path: Path, command: tuple[str, ...]) -> None:
     with started(tmp_path, *command) as (process, mark):
         assert until(lambda: any(map(maps_torch, forkservers(mark))), 60)
         (server,) = forkservers(mark)
@@ -122,7 +138,7 @@ def test_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
-def test_soon_after_the_server_appears(tmp_path: Path, seconds: float) -> None:
+def test_soon_after_the_server_appears(kill: Kill, tmp_path: Path, seconds: float) -> None:
     with started(tmp_path, *SCRIPT) as (process, mark):
         assert until(lambda: forkservers(mark), 60)
         time.sleep(seconds)
@@ -130,7 +146,7 @@ def test_soon_after_the_server_appears(tmp_path: Path, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("beside",)], ids=["alone", "with a fork of the launcher"])
-def test_while_the_processes_make_their_models(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_while_the_processes_make_their_models(kill: Kill, tmp_path: Path, more: tuple[str, ...]) -> None:
     with started(tmp_path, *SCRIPT, *more) as (process, mark):
         assert until((tmp_path / "in the factory").exists, 60)
         kill(process, lambda: forkservers(mark))
@@ -169,7 +185,7 @@ def launched(tmp_path: Path, *command: str, silent: str = "") -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("stage", ["check", "run"])
-def test_launch_while_a_host_does_not_answer(tmp_path: Path, stage: str) -> None:
+def test_launch_while_a_host_does_not_answer(kill: Kill, tmp_path: Path, stage: str) -> None:
     """It would be waited for 100 s; in the second stage the first host's process has started meanwhile."""
     with launched(tmp_path, "python", "node.py", silent=stage) as (process, mark):
         assert until((tmp_path / "silent").exists, 60), (tmp_path / "said").read_text()
@@ -177,13 +193,13 @@ def test_launch_while_a_host_does_not_answer(tmp_path: Path, stage: str) -> None
         kill(process, lambda: marked(mark))
 
 
-def test_launch_while_the_processes_start(tmp_path: Path) -> None:
+def test_launch_while_the_processes_start(kill: Kill, tmp_path: Path) -> None:
     with launched(tmp_path, "python", "node.py") as (process, mark):
         assert until(lambda: len([*tmp_path.glob("node-*")]) == 2, 60), (tmp_path / "said").read_text()
         kill(process, lambda: marked(mark))
 
 
-def test_launch_while_the_processes_import_torch(tmp_path: Path) -> None:
+def test_launch_while_the_processes_import_torch(kill: Kill, tmp_path: Path) -> None:
     with launched(tmp_path, "run", "digits", "--out", "run") as (process, mark):
         assert until(lambda: any(map(maps_torch, marked(mark))), 60), (tmp_path / "said").read_text()
         kill(process, lambda: marked(mark))
@@ -226,20 +242,22 @@ def agents(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6])
-def test_a_loop_whose_agents_have_just_started(tmp_path: Path, seconds: float) -> None:
+def test_a_loop_whose_agents_have_just_started(kill: Kill, tmp_path: Path, seconds: float) -> None:
     with looping(tmp_path) as (process, mark):
         assert until(lambda: agents(mark), 60), (tmp_path / "said").read_text()
         time.sleep(seconds)
         kill(process, lambda: marked(mark))
 
 
-def test_a_loop_whose_processes_import_torch(tmp_path: Path) -> None:
+def test_a_loop_whose_processes_import_torch(kill: Kill, tmp_path: Path) -> None:
     with looping(tmp_path) as (process, mark):
         assert until(lambda: any(maps_torch(pid) for pid in marked(mark) if pid != process.pid), 60)
         kill(process, lambda: marked(mark))
 
 
-def test_a_loop_one_of_whose_processes_waits_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_one_of_whose_processes_waits_for_the_other(
+    kill: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LATE", "1")
     with looping(tmp_path) as (process, mark):
         assert until(lambda: len([*tmp_path.glob("begun-*")]) == 2, 60), (tmp_path / "said").read_text()
@@ -248,7 +266,7 @@ def test_a_loop_one_of_whose_processes_waits_for_the_other(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps"])
-def test_a_loop_that_is_running(tmp_path: Path, strategy: str) -> None:
+def test_a_loop_that_is_running(kill: Kill, tmp_path: Path, strategy: str) -> None:
     with looping(tmp_path, "-s", strategy) as (process, mark):
         assert until(lambda: len([*tmp_path.glob("stepped-*")]) == 2, 60), (tmp_path / "said").read_text()
         kill(process, lambda: marked(mark), _IN_ORDER)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -15,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from tests.core.test_scoring import SCORED, error
-from tests.processes import is_running, together
-from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, train, trapped
+from tests.processes import environ_of, free_port, is_running, together
+from tests.waiting import wait_until
+from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, tell, train, trapped
 from torch import nn
 
-from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy
+from orchestra import AllReduce, Attached, Local, LocalSGD, ParameterServer, Simulated, Steps, Strategy
 from orchestra.cli import compare
 from orchestra.cli.options import Options
 from orchestra.engine import background, scoring
@@ -41,39 +41,40 @@ def figures(run: Path) -> list[tuple[int, int, int, dict[str, float]]]:
     return [(s.number, s.step, s.samples, s.metrics) for s in scores_of(run)]
 
 
+PATIENT = Local(workers=2, patience=300)  # where a worker waits for the scorer, a thread of low priority
 GONE = {1, 2, 3, 4}  # snapshots of which nothing may be left when five are scored
 
 
 def await_scores(run: Path, count: int) -> None:
-    """In a worker, in the middle of the run: wait for scores, and note which snapshots are still there."""
-    deadline = time.monotonic() + 60
-    while len(scores_of(run)) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.2)  # a snapshot is removed after its score is written
-    seen = {"scores": len(scores_of(run)), "there": [n for n, _ in numbered(run / "snapshots")]}
-    (run / "seen.json").write_text(json.dumps(seen))
+    """In a worker, in the middle of the run: wait for scores."""
+    wait_until(lambda: len(scores_of(run)) >= count)
+
+
+def await_removals(run: Path) -> None:
+    """Likewise, until the snapshots are removed as well, each after its score is written."""
+    await_scores(run, 5)
+    wait_until(lambda: not GONE & {*waiting(run)})
+    (run.parent / "removed").touch()
 
 
 @each
 def test_scores_come_while_the_run_goes_on(strategy: Strategy[Any], tmp_path: Path) -> None:
     """A worker waits in its seventh step for the scores of the first five: no run scored afterwards would end well."""
-    given: dict[str, Any] = {"workers": 2, "budget": Steps(10), "evaluate_every": Steps(1), **SCORED}
-    wait = Trap.at(0, 6, partial(await_scores, tmp_path / "meanwhile", 5), size=2)
+    given: dict[str, Any] = {"cluster": PATIENT, "budget": Steps(10), "evaluate_every": Steps(1), **SCORED}
+    wait = Trap.at(0, 6, partial(await_removals, tmp_path / "meanwhile"), size=2)
     train(strategy, tmp_path / "meanwhile", model=trapped(wait), **given)
-    seen = json.loads((tmp_path / "meanwhile" / "seen.json").read_text())
-    assert seen["scores"] >= 5
-    assert not GONE & {*seen["there"]}
+    assert (tmp_path / "removed").exists()
     train(strategy, tmp_path / "afterwards", model=trapped(), score_afterwards=True, **given)
     assert figures(tmp_path / "meanwhile") == figures(tmp_path / "afterwards")
     assert not (tmp_path / "meanwhile" / "snapshots").exists()
 
 
 def test_kept_snapshots_are_scored_and_kept(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"workers": 2, "budget": Steps(8), "evaluate_every": Steps(1), **SCORED}
+    given: dict[str, Any] = {"cluster": PATIENT, "budget": Steps(8), "evaluate_every": Steps(1), **SCORED}
     wait = Trap.at(0, 6, partial(await_scores, tmp_path, 5), size=2)
     train(AllReduce(), tmp_path, model=trapped(wait), keep_snapshots=True, **given)
-    assert [n for n, _ in numbered(tmp_path / "snapshots")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert len(json.loads((tmp_path / "seen.json").read_text())["there"]) >= 5
+    assert waiting(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [s.number for s in scores_of(tmp_path)] == [*range(10)]
 
 
 def test_afterwards_means_afterwards(tmp_path: Path) -> None:
@@ -101,18 +102,13 @@ def test_the_thread_beside_processes_gives_way_to_them(tmp_path: Path) -> None:
     def evaluate(model: nn.Module, data: Any) -> float:
         if threading.current_thread().name == "scorer":
             seen.append((os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()))
+            (tmp_path / "under way").touch()
         return 0.0
 
     before = torch.get_num_threads()
-    train(
-        AllReduce(),
-        tmp_path,
-        model=paced(0.05),
-        workers=2,
-        budget=Steps(40),
-        evaluate_every=Steps(4),
-        **by(evaluate),
-    )
+    wait = Trap.at(0, 6, partial(wait_until, (tmp_path / "under way").exists), size=2)
+    train(AllReduce(), tmp_path / "run", cluster=PATIENT, model=trapped(wait), budget=Steps(8),
+          evaluate_every=Steps(2), **by(evaluate))  # fmt: skip
     assert seen
     assert {*seen} == {(19, 1)}
     found: list[int] = []
@@ -138,16 +134,14 @@ def test_where_the_caller_trains_another_process_scores(strategy: str, tmp_path:
             "evaluate": about_the_process,
             "evaluation_data": make_data,
         }
-        wait = Trap.at(0, 6, partial(await_scores, run, 5), size=2)
+        wait = Trap.at(0, 6, partial(await_removals, run), size=2)
         wait.parent = -1  # in these processes, which make the call themselves
-        train(strategy, run, cluster=Attached(patience=120), model=trapped(wait), **given)
+        train(strategy, run, cluster=Attached(patience=300), model=trapped(wait), **given)
         return os.getpid()
 
     outcomes = together(2, call)
     assert not any(outcome.kind for outcome in outcomes), outcomes
-    seen = json.loads((run / "seen.json").read_text())
-    assert seen["scores"] >= 5
-    assert not GONE & {*seen["there"]}
+    assert (tmp_path / "removed").exists()
     assert not (run / "snapshots").exists()
     scores = scores_of(run)
     aside_, home = scores[1].metrics, scores[0].metrics
@@ -213,36 +207,26 @@ def test_an_error_in_evaluate_does_not_end_a_simulated_run(tmp_path: Path, capfd
 
 def test_a_run_that_fails_does_not_wait_for_a_score(tmp_path: Path) -> None:
     """The score under way is of no use any more."""
-    under_way, release = threading.Event(), threading.Event()
+    under_way, release = tmp_path / "under way", threading.Event()
 
     def evaluate(model: nn.Module, data: Any) -> float:
-        if (tmp_path / "snapshots").exists():
-            under_way.set()
+        if threading.current_thread().name == "scorer":
+            under_way.touch()
             release.wait(90)
         return 0.0
 
-    def make() -> nn.Module:
-        model = paced(0.1)()
-        model.register_forward_pre_hook(_fail_after(30))
-        return model
+    def fail() -> None:
+        wait_until(under_way.exists)
+        tell("enough")
 
     scored: dict[str, Any] = {"evaluate": evaluate, "evaluation_data": make_data, "evaluate_every": Steps(2)}
-    with pytest.raises(WorkerFailed, match="enough"):
-        train(AllReduce(), tmp_path, workers=2, model=make, budget=Steps(50), **scored)
-    assert under_way.is_set()
-    assert any(thread.name == "scorer" for thread in threading.enumerate())  # still at it: nothing waited for it
-    release.set()
-
-
-def _fail_after(calls: int) -> Any:
-    made = []
-
-    def hook(module: nn.Module, inputs: Any) -> None:
-        made.append(1)
-        if len(made) > calls:
-            raise RuntimeError("enough")
-
-    return hook
+    try:
+        with pytest.raises(WorkerFailed, match="enough"):
+            train(AllReduce(), tmp_path / "run", cluster=PATIENT, model=trapped(Trap.at(0, 6, fail, size=2)), **scored,
+                  budget=Steps(8))  # fmt: skip
+        assert any(thread.name == "scorer" for thread in threading.enumerate())  # still at it: nothing waited for it
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -269,7 +253,7 @@ def test_a_mistake_in_evaluate_does_not_end_the_training(
             train(AllReduce(), tmp_path / "run", model=paced(0.2), **given)
 
     if apart:
-        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29713"):
+        with mock.patch.dict(os.environ, environ_of(0, 1, free_port())):
             call()
     else:
         call()
@@ -361,26 +345,28 @@ def test_no_snapshot_that_shall_be_kept_is_given_up(tmp_path: Path, monkeypatch:
 
 
 def test_a_slow_evaluation_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One evaluation lasts until some of seven snapshots are removed, and worker 0 waits for that."""
     monkeypatch.setattr(scoring, "ROOM", 1)
     monkeypatch.setattr(scoring, "_TIDY", 0.05)
-    most = 0
+    run, removed = tmp_path / "run", tmp_path / "removed"
 
     def evaluate(model: nn.Module, data: Any) -> float:
         if threading.current_thread().name == "scorer":
-            time.sleep(0.5)
+            wait_until(removed.exists)
         return 0.0
 
-    def watch(now: Any) -> None:
-        nonlocal most
-        most = max(most, len(waiting(tmp_path)))
+    def await_removal() -> None:
+        wait_until(lambda: len(waiting(run)) <= scoring.FEWEST + 1)  # and the one that is being scored
+        removed.touch()
 
+    wait = Trap.at(0, 7, await_removal, size=2)
     result = train(
-        AllReduce(), tmp_path, model=paced(0.04), workers=2, budget=Steps(100), evaluate_every=Steps(1),
-        evaluate=evaluate, evaluation_data=make_data, progress=watch,
+        AllReduce(), run, model=trapped(wait), cluster=PATIENT, budget=Steps(10), evaluate_every=Steps(1),
+        **by(evaluate),
     )  # fmt: skip
-    assert result.summary.steps == 100
-    assert most < 40
-    assert "every second one is removed" in (tmp_path / "ending.json").read_text()
+    assert result.summary.steps == 10
+    assert removed.exists()
+    assert "every second one is removed" in (run / "ending.json").read_text()
 
 
 def test_a_race_is_scored_after_each_run(tmp_path: Path) -> None:

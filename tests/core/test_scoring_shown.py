@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.core.test_scoring import SCORED
-from tests.core.test_scoring_meanwhile import await_scores
 from tests.processes import together
+from tests.waiting import wait_until
 from tests.zoo import Trap, flat, make_data, train, trapped
 from torch import nn
 
@@ -38,18 +38,23 @@ class Noted(progress.PlainScreen):
             file.write(text + "\n")
 
 
+def shows_scores(path: Path) -> bool:
+    """Whether a line of a run that goes on has scores."""
+    return path.exists() and bool(re.search(r"  step [1-7]/10  .* test size \S+ ", path.read_text()))
+
+
 @pytest.mark.parametrize("attached", [False, True], ids=["local", "attached"])
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(tau=2)], ids=lambda s: type(s).__name__)
 def test_scores_are_on_the_progress_line_while_the_run_goes_on(
     strategy: Strategy[Any], attached: bool, tmp_path: Path
 ) -> None:
-    """Without a target. Worker 1 waits in its seventh of ten steps until five snapshots are scored."""
-    wait = Trap.at(1, 6, partial(await_scores, tmp_path / "run", 5), size=2)
+    """Without a target. Worker 1 waits in its seventh of ten steps until the scores of a snapshot are shown."""
+    wait = Trap.at(1, 6, partial(wait_until, partial(shows_scores, tmp_path / "shown")), size=2)
 
     def call() -> None:
         wait.parent = -1 if attached else wait.parent  # the workers are the processes that make the call
         display = progress.Display(Noted(tmp_path / "shown"))
-        cluster = Attached(patience=120) if attached else Local(workers=2, patience=120)
+        cluster = Attached(patience=300) if attached else Local(workers=2, patience=300)
         train(strategy, tmp_path / "run", cluster=cluster, model=trapped(wait), budget=Steps(10), progress=display,
               evaluate=size, evaluation_data=make_data, evaluate_every=Steps(1))  # fmt: skip
 
@@ -58,8 +63,7 @@ def test_scores_are_on_the_progress_line_while_the_run_goes_on(
         assert not any(outcome.kind for outcome in outcomes), outcomes
     else:
         call()
-    lines = (tmp_path / "shown").read_text().splitlines()
-    assert any(re.search(r"  step [1-7]/10  .* test size \S+ ", line) for line in lines), lines
+    assert shows_scores(tmp_path / "shown")
 
 
 def test_scoring_at_the_end_shows_how_far_it_is(
@@ -74,7 +78,10 @@ def test_scoring_at_the_end_shows_how_far_it_is(
     assert lines[2].count("━") == lines[2].count("─") == 15
 
 
-def test_what_is_quick_needs_no_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_needs_no_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_QUICK", 60.0)
     train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
           progress=True, **SCORED)  # fmt: skip
     assert "scoring snapshots" not in capfd.readouterr().err

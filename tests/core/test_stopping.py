@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 from tests.core.test_scoring import error
 from tests.processes import environ_of
+from tests.waiting import wait_until
 from tests.zoo import (
     BATCH,
     SEED,
@@ -56,23 +56,27 @@ from orchestra.data.feed import IndexedFeed
 from orchestra.engine import checkpoint, snapshot
 from orchestra.errors import CheckpointError, ConfigError, Interrupted, WorkerLost
 from orchestra.runs.events import Saved, Stepped
+from orchestra.runs.facts import scores_of
 
 gently = partial(torch.optim.SGD, lr=1e-4)
 asynchronous = ParameterServer(consistency=ASP())
 
 
-def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[RunStatus], None]:
-    """Ctrl-C once, so many seconds into the training; notes the steps that were done by then."""
-    pressed: list[float] = []
+def press_when(ready: Callable[[RunStatus], object], steps: list[int] | None = None) -> Callable[[RunStatus], None]:
+    """Ctrl-C once, at the first look at which a condition holds; notes the steps that were done by then."""
+    found = [] if steps is None else steps
 
     def watch(state: RunStatus) -> None:
-        if not pressed and state.t >= seconds:
-            pressed.append(state.t)
-            if steps is not None:
-                steps.extend(int(row.step) for row in state.nodes)
+        if not found and state.begun and ready(state):
+            found.extend(int(row.step) for row in state.nodes)
             os.kill(os.getpid(), signal.SIGINT)
 
     return watch
+
+
+def steps_done(count: int) -> Callable[[RunStatus], bool]:
+    """Whether every worker has done so many steps."""
+    return lambda state: min(row.step for row in state.nodes[: state.workers]) >= count
 
 
 # The clock, then Ctrl-C.
@@ -81,40 +85,49 @@ def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[RunSta
 @pytest.mark.parametrize("strategy", [LocalSGD(tau=100), AllReduce(), ParameterServer(), asynchronous], ids=repr)
 def test_ctrl_c_after_the_clock_has_run_out_changes_nothing(strategy: Strategy[Any], tmp_path: Path) -> None:
     """Some have already ended because of the clock: the others must not end for another reason."""
-    # Worker 0 is at about step 25 when the clock runs out, worker 1 at 8: it has a second of work before it.
+    run, pressed = tmp_path / "run", tmp_path / "pressed"
+    looks: list[float] = []
+
+    def watch(state: RunStatus) -> None:
+        if state.t >= 0.5:
+            looks.append(state.t)
+        if len(looks) == 2:  # at the first the workers were asked to stop
+            os.kill(os.getpid(), signal.SIGINT)
+            pressed.touch()
+
+    wait = Trap.at(1, 2, partial(wait_until, pressed.exists), size=2)  # worker 0 ends or waits in the meantime
     result = train(
-        strategy, tmp_path, workers=2, model=paced(0.02, 0.06), optimizer=gently, budget=Seconds(0.5),
-        progress=press_at(0.8), cluster=Local(workers=2, patience=5),
+        strategy, run, model=trapped(wait, model=paced(0.02, 0.02)), optimizer=gently, budget=Seconds(0.5),
+        progress=watch, cluster=Local(workers=2, patience=30),
     )  # fmt: skip
+    assert pressed.exists()
     assert result.summary.stopped_by == "seconds"
-    assert result.summary.seconds < 4
     if strategy.layout.updates.synchronous:
-        assert ended(tmp_path, 0).step == ended(tmp_path, 1).step
+        assert ended(run, 0).step == ended(run, 1).step
 
 
 def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> None:
-    at: list[float] = []
+    run, pressed = tmp_path / "run", tmp_path / "pressed"
+    looks: list[float] = []
 
     def watch(state: RunStatus) -> None:
-        begun = min(row.step for row in state.nodes)
-        if not at and (tmp_path / "reached").exists() and begun >= 1:
-            at.append(state.t)
-            time.sleep(0.15)  # the stop is agreed upon
+        if len(scores_of(run)) > 1 and not (run / "snapshots" / "00001").exists():  # it is removed when it is scored
+            looks.append(state.t)
+        if len(looks) == 2:  # at the first the workers were asked to stop
             os.kill(os.getpid(), signal.SIGINT)
+            pressed.touch()
 
     def accuracy(model: torch.nn.Module, data: Any) -> float:
-        if threading.current_thread() is threading.main_thread():
-            return 0.0
-        (tmp_path / "reached").touch()
-        return 1.0
+        return float(threading.current_thread() is not threading.main_thread())
 
+    wait = Trap.at(1, 5, partial(wait_until, pressed.exists), size=2)
     result = train(
-        LocalSGD(tau=100), tmp_path / "run", workers=2, model=paced(0.02, 0.06), optimizer=gently, progress=watch,
-        budget=Target("accuracy", 0.9) | Seconds(4), evaluate=accuracy, evaluation_data=make_data,
-        evaluate_every=Steps(5), cluster=Local(workers=2, patience=5),
+        LocalSGD(tau=100), run, model=trapped(wait, model=paced(0.02, 0.02)), optimizer=gently, progress=watch,
+        budget=Target("accuracy", 0.9) | Seconds(60), evaluate=accuracy, evaluation_data=make_data,
+        evaluate_every=Steps(4), cluster=Local(workers=2, patience=100),
     )  # fmt: skip
-    assert at
-    assert result.summary.stopped_by in ("target", "budget")
+    assert pressed.exists()
+    assert result.summary.stopped_by == "target"
 
 
 # Strategies in which no worker waits for another.
@@ -123,25 +136,27 @@ def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_clock_does_not_wait_for_the_slow_to_catch_up(servers: int, tmp_path: Path) -> None:
     result = train(
-        ParameterServer(consistency=ASP(), servers=servers), tmp_path, workers=2, model=paced(0.02, 0.2),
+        ParameterServer(consistency=ASP(), servers=servers), tmp_path, workers=2, model=paced(0.02, 1.0),
         optimizer=gently, budget=Seconds(1.0),
     )  # fmt: skip
     assert result.summary.stopped_by == "seconds"
-    assert result.summary.seconds < 1.8
+    assert result.summary.seconds < 6  # some twenty steps more of the slow worker would take twenty
     assert ended(tmp_path, 0).step > 2 * ended(tmp_path, 1).step
 
 
 @pytest.mark.parametrize("rhythm", [None, Steps(5)], ids=["only then", "periodic"])
-@pytest.mark.parametrize("when", [0.35, 1.7], ids=["under way", "one is done"])
-def test_ctrl_c_with_uneven_workers_loses_nothing(when: float, rhythm: Steps | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", [10, 30], ids=["under way", "one is done"])
+def test_ctrl_c_with_uneven_workers_loses_nothing(when: int, rhythm: Steps | None, tmp_path: Path) -> None:
     """The second time the fast worker has done all its 30 steps."""
     given: dict[str, Any] = {"workers": 2, "optimizer": gently, "budget": Steps(30), "checkpoint_every": rhythm}
     steps: list[int] = []
-    began = time.monotonic()
+
+    def ready(state: RunStatus) -> bool:
+        return state.nodes[0].step >= when and state.nodes[1].step >= 1
+
     with pytest.raises(Interrupted, match="A checkpoint of step"):
-        train(asynchronous, tmp_path, model=paced(0.02, 0.1), progress=press_at(when, steps), **given)
-    assert time.monotonic() - began < when + 3
-    assert (steps[0] == 30) == (when > 1)
+        train(asynchronous, tmp_path, model=paced(0.02, 0.1), progress=press_when(ready, steps), **given)
+    assert when <= steps[0] <= 30
     saved, complaints = checkpoint.newest(tmp_path / "checkpoints")
     assert not complaints
     assert len(saved.manifest["files"]) == 3
@@ -155,7 +170,7 @@ def test_ctrl_c_with_uneven_workers_loses_nothing(when: float, rhythm: Steps | N
 
 def test_ctrl_c_in_the_very_last_step_is_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker is done and could still save, the other has no step left to leave out."""
-    found: list[int] = []
+    found, steps = list[int](), list[int]()
     put_together = snapshot.parts
 
     def look(folder: Path, *elsewhere: Path) -> list[snapshot.SnapshotPart]:
@@ -166,8 +181,9 @@ def test_ctrl_c_in_the_very_last_step_is_too_late(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(snapshot, "parts", look)
     result = train(
         asynchronous, tmp_path, workers=2, model=paced(0.0, 1.0, model=Dicey), optimizer=gently, budget=Steps(1),
-        progress=press_at(0.4),
+        progress=press_when(lambda state: state.nodes[0].step == 1, steps),
     )  # fmt: skip
+    assert steps[:2] == [1, 0]
     assert result.summary.stopped_by == "budget"
     assert found == [3]  # both workers' BatchNorm statistics, the server's parameters
     assert not list((tmp_path / "checkpoints").glob("*"))
@@ -192,7 +208,7 @@ def test_ctrl_c_while_the_trained_model_is_scored_keeps_it(tmp_path: Path) -> No
 def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3), "model": paced(0.05, 0.05)}
     with pytest.raises(Interrupted):
-        train(AllReduce(), tmp_path, budget=Steps(100), progress=press_at(0.5), **given)
+        train(AllReduce(), tmp_path, budget=Steps(1000), progress=press_when(steps_done(5)), **given)
     with pytest.raises(ConfigError, match="already at"):
         train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
 
@@ -278,7 +294,8 @@ def test_another_number_of_workers_is_told_with_what_to_do(tmp_path: Path, monke
 
 def test_interrupted_is_a_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(AllReduce(), tmp_path, workers=2, model=paced(0.05, 0.05), budget=Steps(1000), progress=press_at(0.2))
+        train(AllReduce(), tmp_path, workers=2, model=paced(0.05, 0.05), budget=Steps(1000),
+              progress=press_when(steps_done(2)))  # fmt: skip
 
 
 def steps_of(run: Path, rank: int) -> dict[int, float]:
@@ -302,10 +319,9 @@ def test_a_checkpoint_costs_the_fast_one_step_of_the_slowest(tmp_path: Path) -> 
         asynchronous, tmp_path, workers=2, model=paced(0.01, 0.1), optimizer=gently, budget=Steps(25),
         checkpoint_every=Steps(5),
     )  # fmt: skip
-    fast, slow = ([*steps_of(tmp_path, rank).values()] for rank in (0, 1))
-    assert len(fast) == len(slow) == 25
-    assert max(b - a for a, b in pairwise(fast)) < 0.35  # a step, a step of the slow one, and writing
-    assert fast[-1] < 0.7 * slow[-1]
+    fast, slow = (steps_of(tmp_path, rank) for rank in (0, 1))
+    assert [*fast] == [*slow] == [*range(1, 26)]
+    assert sum(t <= fast[25] for t in slow.values()) <= 15  # steps of the slow one by the end of the fast one
     assert any(isinstance(e, Saved) for e in events(tmp_path, 0))
     saved, complaints = checkpoint.newest(tmp_path / "checkpoints")
     assert not complaints
@@ -350,7 +366,7 @@ def test_a_target_run_ends_with_what_evaluate_raises(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ArithmeticError, match="of my own making"):
         train(
-            AllReduce(), tmp_path, workers=2, optimizer=gently, budget=Target("error", 0.0) | Seconds(8),
+            AllReduce(), tmp_path, workers=2, optimizer=gently, budget=Target("error", 0.0) | Seconds(60),
             evaluate=broken, evaluation_data=make_data, evaluate_every=Steps(5),
         )  # fmt: skip
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.zoo import BATCH, INPUTS, SEED, assert_same, make_data, make_model, my_rank, paced, train
+from tests.core.test_scoring_meanwhile import await_scores
+from tests.zoo import BATCH, INPUTS, SEED, Trap, assert_same, make_data, make_model, my_rank, train, trapped
 from torch import Tensor, nn
 
 from orchestra import ConfigError, Local, Simulated, Steps
@@ -146,8 +148,10 @@ def test_the_callers_settings_hold_where_snapshots_are_scored(tmp_path: Path, na
         return 0.0
 
     CHANGES[name]()
-    given = {"evaluate": evaluate, "evaluation_data": doubles, "evaluate_every": Steps(2), "data": doubles}
-    train("allreduce", tmp_path, workers=2, model=paced(0.05), budget=Steps(24), **given)
+    given: dict[str, Any] = {"evaluate": evaluate, "evaluation_data": doubles, "evaluate_every": Steps(2)}
+    wait = Trap.at(0, 6, partial(await_scores, tmp_path, 2), size=2)
+    cluster = Local(workers=2, patience=300)
+    train("allreduce", tmp_path, cluster=cluster, model=trapped(wait), data=doubles, budget=Steps(8), **given)
     assert found["scorer"] == found[threading.current_thread().name] == in_force()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, Watched, adam, assert_same, make_data, make_model, sgd, train
 from torch import nn
 
@@ -294,6 +295,11 @@ while True:
 """
 
 
+def state_of(pid: int) -> str:
+    """The letter of a process's state."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_kill_at_any_moment_leaves_the_newest_whole(tmp_path: Path) -> None:
     draw = random.Random(5)
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -308,6 +314,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole(tmp_path: Path) -> None:
         for _ in range(12):  # stopped and looked at many times, killed once
             time.sleep(draw.random() * 0.03)
             writer.send_signal(signal.SIGSTOP)
+            wait_until(lambda writer=writer: state_of(writer.pid) == "T")  # type: ignore[misc]
             copy = tmp_path / "copy"
             shutil.copytree(folder, copy)
             _look(copy)

@@ -8,7 +8,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.processes import free_port
 from tests.waiting import wait_until
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -49,15 +49,20 @@ def saves(number, frame):
 if what == "show":
     print(json.dumps({name: os.environ.get(name) for name in names} | {"cwd": os.getcwd()}))
     sys.exit(0)
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
 if what == "fail" and rank == 1:
-    time.sleep(0.3)
-    print("something to fix", file=sys.stderr)
+    wait_for("pid-0")  # which handles signals by then
+    print("the cause", file=sys.stderr)
     sys.exit(9)
 if what == "late" and rank == 0:
-    time.sleep(0.1)
+    wait_for("begun-1")
     print("node 1 is gone", file=sys.stderr)
     sys.exit(6)
 if what == "late" and rank == 1:
+    (here / "begun-1").touch()
     time.sleep(1)
     print("the cause", file=sys.stderr)
     sys.exit(1)
@@ -177,8 +182,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
     (folder / "authorized").write_text((folder / "user.pub").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    port = free_port()
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nHostKey {folder / 'host'}\n"
         f"AuthorizedKeysFile {folder / 'authorized'}\nPidFile none\nStrictModes no\nUsePAM no\n"

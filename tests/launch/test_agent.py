@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.processes import is_running
 from tests.waiting import wait_until
 
+from orchestra.launchers import agent
 from orchestra.launchers.agent import check_machine
 
 ORDERS: dict[str, Any] = {"do": "run", "cwd": "/", "environment": {"A": "b"}, "silence": 30.0, "grace": 30.0}
@@ -69,14 +72,38 @@ def test_a_command_that_cannot_be_run() -> None:
     assert b"Traceback" not in err
 
 
-def test_silence_counts_as_the_end() -> None:
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Signals are handled as before when the test is over."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_silence_counts_as_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cable that is cut closes nothing; so a launcher that is not heard any more is gone."""
-    far = FarEnd(script("import time; time.sleep(60)", silence=1.0))
-    for _ in range(4):  # as long as it is heard, it goes on
-        time.sleep(0.5)
-        far.say("")
-        assert far.process.poll() is None
-    assert far.end()[0] == 143
+    heard, said = os.pipe()
+    now = 0.0
+
+    def clock() -> float:
+        """Ten seconds pass from one look to the next. For 200 s a word is said before each."""
+        nonlocal now
+        now += 10
+        if now <= 200:
+            os.write(said, b"\n")
+        return now
+
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(agent, "_SLICE", 0.01)
+    orders: Any = {"mark": "none.", "silence": 30.0, "grace": 1e9}
+    process = subprocess.Popen([b"sleep", b"60"], start_new_session=True)
+    agent._Watch(process, orders, agent._InputLines(heard)).until_end()
+    os.close(heard)
+    os.close(said)
+    assert process.returncode == -signal.SIGTERM
+    assert now > 230  # as long as it was heard, it went on
 
 
 def test_who_does_not_stop_is_killed_after_the_grace() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,15 +14,23 @@ from orchestra.launchers.process_group import News, ProcessGroup
 
 
 class Deaf:
-    """A far end that notes what it is told, and ends when it is hung up on or at a word."""
+    """A far end that notes what it is told, and ends when it is hung up on or at a word.
 
-    def __init__(self, rank: int, news: News, at: str | None = None, status: int = 0) -> None:
+    `signals` are sent to this process, each when the far end is told the word before it: the launcher listens by then.
+    """
+
+    def __init__(
+        self, rank: int, news: News, at: str | None = None, status: int = 0, *, signals: Sequence[tuple[str, int]] = ()
+    ) -> None:
         self.rank, self.news, self.at, self.status = rank, news, at, status
+        self.signals = [*signals]
         self.told: list[str] = []
         self.ended = False
 
     def send(self, word: str) -> None:
         self.told.append(word)
+        if self.signals and self.signals[0][0] == word:
+            os.kill(os.getpid(), self.signals.pop(0)[1])
         if word == self.at:
             self.end(self.status)
 
@@ -42,30 +49,32 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process_group, name, seconds)
 
 
-def run(*links: Deaf, at: float = 0.0, then: Callable[[], None] | None = None, names: str = "abcd") -> int:
-    if then is not None:
-        threading.Timer(at, then).start()
+def run(*links: Deaf, names: str = "abcd") -> int:
     found = ProcessGroup(list(names[: len(links)]), links[0].news, grace=0.2)
     return found.run({link.rank: link for link in links})
 
 
+class Third(Deaf):
+    """Ends at the third word."""
+
+    def send(self, word: str) -> None:
+        super().send(word)
+        if len(self.told) == 3:
+            self.end(0)
+
+
 def test_far_ends_are_told_that_we_are_there() -> None:
     news = News()
-    first, second = Deaf(0, news), Deaf(1, news)
-
-    def end() -> None:
-        first.end(0)
-        second.end(0)
-
-    assert run(first, second, at=0.5, then=end) == 0
-    assert first.told.count("") >= 3
-    assert set(first.told) == {""}
+    first, second = Third(0, news), Third(1, news)
+    assert run(first, second) == 0
+    assert first.told == second.told == ["", "", ""]
 
 
 def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
     news = News()
     stubborn = Deaf(0, news)
-    assert run(stubborn, Deaf(1, news), at=0.0, then=lambda: news.put((1, ("end", 9)))) == 9
+    news.put((1, ("end", 9)))
+    assert run(stubborn, Deaf(1, news)) == 9
     assert [word for word in stubborn.told if word] == ["SIGTERM", "SIGKILL"]
     assert stubborn.ended
 
@@ -73,8 +82,9 @@ def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
 @pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "SIGINT", 130), (signal.SIGHUP, "SIGTERM", 143)])
 def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
-    first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
-    assert run(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
+    first = Deaf(0, news, at=word, status=code, signals=[("", number)])
+    second = Deaf(1, news, at=word, status=code)
+    assert run(first, second) == code
     assert [w for w in second.told if w] == [word]
     told = "asked all to stop, and waits for those that save first"  # whether a script saves is not known
     assert capfd.readouterr().err.count(told) == 1
@@ -89,20 +99,16 @@ def test_what_all_are_asked_is_what_they_can_do(capfd: pytest.CaptureFixture[str
 
 def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:
     news = News()
-    deaf = Deaf(0, news)
-
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-    assert run(deaf, at=0.1, then=twice) == 130
+    deaf = Deaf(0, news, signals=[("", signal.SIGINT), ("SIGINT", signal.SIGINT)])
+    assert run(deaf) == 130
     assert [word for word in deaf.told if word] == ["SIGINT", "SIGKILL"]
 
 
 def test_signals_are_as_before_when_it_is_over() -> None:
     before = signal.getsignal(signal.SIGINT)
     news = News()
-    assert run(Deaf(0, news), then=lambda: news.put((0, ("end", 3)))) == 3
+    news.put((0, ("end", 3)))
+    assert run(Deaf(0, news)) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.conftest import Ground, command_lines
+from tests.processes import free_port
 from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef" * 4
@@ -32,7 +33,8 @@ def with_token(folder: Path) -> tuple[str, str]:
 
 
 def test_every_process_finds_its_place(ground: Ground) -> None:
-    code, out, err = said(ground.start(*with_token(ground.folder), "--port", "45671", what="show", per_host=2))
+    port = str(free_port())
+    code, out, err = said(ground.start(*with_token(ground.folder), "--port", port, what="show", per_host=2))
     assert code == 0, err
     mine = json.loads(out.splitlines()[-1])
     lines = [line.partition(" | ") for line in err.splitlines() if "RANK" in line]
@@ -43,7 +45,7 @@ def test_every_process_finds_its_place(ground: Ground) -> None:
     assert [(p["RANK"], p["LOCAL_RANK"]) for p in places] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     for place in places:
         assert (place["WORLD_SIZE"], place["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("127.0.0.1", "45671")
+        assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("127.0.0.1", port)
         assert place["ORCHESTRA_TOKEN"] == TOKEN
         assert place["cwd"] == str(ground.folder)
 
@@ -106,7 +108,7 @@ def test_the_first_cause_is_told(ground: Ground) -> None:
     assert code == 9
     last = err.splitlines()[-3:]
     assert last[0] == f"orchestra: rank 1 on {ground.hosts[1]} failed first: exit status 9"
-    assert last[2] == "  something to fix"
+    assert last[2] == "  the cause"
     assert (ground.folder / "saved-0").read_text() == "SIGTERM"
     assert not ground.left()
 

@@ -56,6 +56,13 @@ def assert_never_moved(state: dict[str, Tensor], start: dict[str, Tensor]) -> No
         assert torch.equal(value, start[name]) == name.startswith(NEVER), name
 
 
+def assert_unused_stayed(state: dict[str, Tensor], start: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        if name.startswith(NEVER):
+            assert torch.equal(value, start[name]), name
+    assert not torch.equal(state["first.weight"], start["first.weight"])  # which every batch uses
+
+
 def run(strategy: Strategy[Any] | str, out: Path, **given: Any) -> nn.Module:
     asked: dict[str, Any] = {"model": choosy, "data": doubles, "optimizer": adam, "budget": Steps(8)}
     return train(strategy, out, **asked | given).model
@@ -132,19 +139,18 @@ def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8, *, 
 def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
     cluster = Simulated(workers=workers_for(strategy), compute_time="lognormal:0.05,0.3")
     made = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster, budget=Steps(9))
-    state, start = made.state_dict(), start_of()
-    for name, value in state.items():
-        if name.startswith(NEVER):
-            assert torch.equal(value, start[name]), name
-    assert not torch.equal(state["first.weight"], start["first.weight"])
+    assert_unused_stayed(made.state_dict(), start_of())
 
 
 @in_processes(EXAMPLES, of=first_phase)
 def test_what_is_never_used_stays_as_it_was_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
-    """Enough steps that no strategy drops every gradient of a parameter that few batches use."""
+    """Which gradients arrive is chance where workers do not wait for each other: all of a layer may be dropped."""
     slowly = partial(sgd, lr=0.002)
     made = run(strategy, tmp_path / "run", optimizer=slowly, workers=workers_for(strategy), budget=Steps(40))
-    assert_never_moved(made.state_dict(), start_of())
+    if strategy.layout.updates.synchronous:
+        assert_never_moved(made.state_dict(), start_of())
+    else:
+        assert_unused_stayed(made.state_dict(), start_of())
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])

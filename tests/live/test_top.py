@@ -119,7 +119,7 @@ def screen(run: Path, size: tuple[int, int], use: Callable[[Any, Any], Coroutine
 
     def look() -> RunNow | None:
         follower.look()
-        return moment(follower, time.time())
+        return moment(follower, max(path.stat().st_mtime for path in run.glob("events-*.jsonl")))
 
     async def session() -> None:
         app = Top(look)

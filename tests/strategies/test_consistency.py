@@ -291,11 +291,12 @@ def test_a_cancelled_worker_stops_in_the_middle(tmp_path: Path) -> None:
     assert result.summary.seconds == pytest.approx(0.8, rel=1e-6)
 
 
+@pytest.mark.timed
 def test_a_cancelled_worker_stops_sleeping(tmp_path: Path) -> None:
     """For real: without that the run would last forty seconds."""
     cluster = Local(workers=2, compute_time="constant:0.05 slow:1x100", patience=20)
     result = train(ParameterServer(consistency=KSync(k=1)), tmp_path, cluster=cluster, budget=Steps(8))
-    assert result.summary.seconds < 5
+    assert result.summary.seconds < 20
     assert len(logged(tmp_path, 0, "abandoned")) == 8
 
 

@@ -31,7 +31,7 @@ from tests.zoo import (
 )
 from torch import Tensor, nn
 
-from orchestra import AllReduce, Epochs, Layout, Local, LocalSGD, SlowMo, Steps, Updates
+from orchestra import AllReduce, Epochs, Layout, LocalSGD, SlowMo, Steps, Updates
 from orchestra.core.node import Node
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.random_state import seed_everything
@@ -183,9 +183,8 @@ def test_averaging_buffers_when_a_worker_has_none_yet(tmp_path: Path) -> None:
     """A worker whose first gradients are not finite has no momentum when the others average theirs."""
     trap = Trap.at(1, 0, poison, size=2)
     result = train(
-        SlowMo(tau=1, buffers="average"), tmp_path, model=trapped(trap, model=Poisoned), budget=Steps(4),
-        cluster=Local(workers=2, patience=3),
-    )  # fmt: skip
+        SlowMo(tau=1, buffers="average"), tmp_path, workers=2, model=trapped(trap, model=Poisoned), budget=Steps(4)
+    )
     assert result.summary.skipped == 1
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import ssl
 import threading
@@ -160,23 +159,33 @@ def test_farewells_end_a_receive() -> None:
 
 def test_a_sender_far_ahead_waits() -> None:
     """Messages that the receiver has not asked for do not fill its memory."""
+    with nodes(2, patience=1.0) as (a, _):
+        x, sent = torch.zeros(1_000_000), 0
+
+        def send_all() -> None:
+            nonlocal sent
+            while sent < 60:
+                a.send(Send(1, x)).wait()
+                sent += 1
+
+        with pytest.raises(Stalled, match="worker 1"):
+            send_all()
+        assert sent < 30  # 4 MB each: what the buffers of the kernel hold, and some that are received ahead of time
+
+
+def test_messages_that_pile_up_arrive_in_order() -> None:
     with nodes(2) as (a, b):
         x = torch.zeros(1_000_000)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        done: list[int] = []
 
         def sender() -> None:
             for i in range(60):
                 a.send(Send(1, x, version=i)).wait()
-                done.append(i)
 
         def receiver() -> list[int]:
-            time.sleep(0.5)
-            assert len(done) < 30
+            time.sleep(0.1)
             return [recv(b, 0, Group((0,))).version for _ in range(60)]
 
         assert at_once(sender, receiver)[1] == list(range(60))
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB; 240 MB were sent
 
 
 @pytest.mark.timed
@@ -305,7 +314,7 @@ def test_two_processes_with_one_rank_are_refused() -> None:
 
     def join(rendezvous: Rendezvous) -> Any:
         try:
-            return rendezvous.connect_all(addresses, patience=1)
+            return rendezvous.connect_all(addresses, patience=10 if rendezvous is first else 3)
         except ClusterError as error:
             return str(error)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import select
 import socket
 import threading
 import time
@@ -114,10 +115,8 @@ def test_a_busy_node_is_waited_for_and_an_ended_one_is_not(monkeypatch: pytest.M
         assert float(came.x.sum()) == 3.0
         b._connections._reconnector.listening.close()  # as when its process ends
         cut(b)
-        began = time.monotonic()
-        with pytest.raises(WorkerLost, match=r"worker 1.*connection to worker 0 broke"):
+        with pytest.raises(WorkerLost, match=r"^worker 1 died: its connection to worker 0 broke"):  # not unreachable
             recv(a, 1, BOTH)
-        assert time.monotonic() - began < 1.5
 
 
 def test_unauthenticated_connections_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,15 +252,14 @@ def test_a_process_that_ends_during_reconnection_is_given_up(monkeypatch: pytest
         there = b._connections._reconnector
         there._closed = True  # it does not connect, as if it were computing
         cut(b)
-        began = time.monotonic()
 
         def die() -> None:
-            time.sleep(1.5)  # its address has answered by then
+            assert select.select([there.listening], [], [], 60)[0]
+            there.listening.accept()[0].close()  # of the other node, which sees whether this one still exists
             there.listening.close()
 
-        with pytest.raises(WorkerLost, match="worker 1"):
+        with pytest.raises(WorkerLost, match=r"^worker 1 died: its connection to worker 0 broke"):  # not unreachable
             at_once(lambda: recv(a, 1, BOTH), die)
-        assert time.monotonic() - began < 5
 
 
 def test_a_new_connection_may_break_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +281,7 @@ def test_silent_connections_do_not_block_reconnection(monkeypatch: pytest.Monkey
         began = time.monotonic()
         came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
         assert float(came.x.sum()) == 4.0
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 10  # four times as many as are heard at once, each for 5 s
         for sock in others:
             sock.close()
 

@@ -37,7 +37,7 @@ def processor_seconds(source: Path, chosen: str) -> tuple[float, str]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", f"pythonpath={source} {ROOT}",
-         *(str(ROOT / path) for path in EVERY), "-m", "not nightly", "-k", chosen],
+         *(str(ROOT / path) for path in EVERY), "-m", "not timed and not nightly", "-k", chosen],
         env=os.environ | {"PYTHONPATH": f"{source}:{ROOT}"}, capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode in (0, 5), done.stdout  # 5: none was chosen
@@ -45,6 +45,7 @@ def processor_seconds(source: Path, chosen: str) -> tuple[float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout.splitlines()[-1]
 
 
+@pytest.mark.timed
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_ten_more_strategies_add_at_most_half_a_minute(tmp_path: Path) -> None:
