@@ -29,7 +29,6 @@ from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.cli.tuning_results import TuningResult, rank, result_of
-from orchestra.engine import warnings
 from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.formatting import plural, rough_duration
 from orchestra.runs.budget import lower_is_better
@@ -263,6 +262,8 @@ class Tuning:
             found[setting] = self._one(setting, epochs, seed, whole=whole)
 
     def _one(self, setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
+        from orchestra.engine import warnings
+
         race = self._race_of(setting, epochs, whole=whole)
         key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
