@@ -7,8 +7,8 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-ABREAST := -n 3 --dist worksteal  # on two cores: some of them wait
-PAIRED := -n 2 --dist worksteal  # those that measure time: one for each core
+ABREAST := -n 3 --dist worksteal  # three on two cores: many tests mostly wait
+PAIRED := -n 2 --dist worksteal  # timed tests: one for each core
 PART ?= laws paths docs launch libraries lab browser soak
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every test would compile the package again
@@ -49,7 +49,7 @@ nightly-laws: setup
 	$(PYTEST) tests -m "nightly and not timed" --ignore tests/docs --ignore tests/launch $(ABREAST) --timeout 1200
 
 nightly-paths: setup
-	@echo "nightly paths: every example of every strategy in processes that die or hear Ctrl-C"
+	@echo "nightly paths: every example of every strategy in processes that are killed or interrupted by Ctrl-C"
 	$(PYTEST) tests -m "nightly and timed" --ignore tests/browser --ignore tests/lab \
 	  --ignore tests/prepare/test_libraries.py --timeout 600
 

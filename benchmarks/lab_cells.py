@@ -24,7 +24,7 @@ import orchestra
 from benchmarks.common import busy_seconds, scratch
 from benchmarks.prediction import per_step, train
 from orchestra.engine import compute_times, expression
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.lab import Lab
 from orchestra.runs.events import Event, Logged, NodeEnded, OpTraced, Stepped, read
 from orchestra.worlds.simulated.networks import Host, Network
@@ -157,14 +157,14 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Oversleeping(Delay):
+class Oversleeping(ComputeTime):
     """Workers wake up late, now more, now less.
 
     That they are not all late alike matters: asynchronous workers with constant delays that wake up at the same moment
     would for ever push at the same moment and share the server's link, which real ones soon cease to do.
     """
 
-    base: Delay
+    base: ComputeTime
     by: float  # seconds in the mean
 
     def seconds(self, seed: int, worker: int, step: int) -> float:

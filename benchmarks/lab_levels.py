@@ -230,7 +230,7 @@ def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
     )
 
 
-def simulated(network: Network, delay: compute_times.Delay, workers: int, **given: Any) -> orchestra.Simulated:
+def simulated(network: Network, delay: compute_times.ComputeTime, workers: int, **given: Any) -> orchestra.Simulated:
     """Virtual hosts."""
     return orchestra.Simulated(workers=workers, network=network, compute_time=delay, **{"numerics": "off", **given})
 

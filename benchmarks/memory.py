@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import orchestra
-from benchmarks.common import Outcome, main, scratch
+from benchmarks.common import Outcome, Rounds, main, scratch
 from benchmarks.workloads import WORKLOADS, loss, sgd
 
 BATCH = 8  # small: activations are not what is counted here
@@ -28,21 +28,23 @@ def measure(rounds: int) -> Outcome:
         f"AllReduce with SGD and momentum, {WORKERS} workers, batch {BATCH}. The most that /proc/PID/smaps_rollup "
         "shows of a worker while all of them train, less the same of a tiny model, in flat copies of the model "
         "(float32). Pss divides a shared page among those who map it; Rss counts it in full for each. *To the end* "
-        f"includes the writing of the final model by one of them. The lowest of {rounds} runs of the tiny model, the "
-        "highest of the others.",
+        f"includes the writing of the final model by one of them. {rounds} rounds of all three in turn: median (least "
+        "to most) of the differences within a round.",
     )
-    base = [_peak("tiny") for _ in range(rounds)]
-    floor = {kind: min(peak[kind] for peak in base) for kind in base[0]}
-    rows, worst = [], 0.0
-    for name in ("mlp10m", "mlp50m"):
-        copy = sum(p.numel() for p in WORKLOADS[name].module().parameters()) * 4
-        peaks = [_peak(name) for _ in range(rounds)]
-        copies = {kind: (max(peak[kind] for peak in peaks) - floor[kind]) / copy for kind in floor}
-        worst = max(worst, copies["Pss"])
-        rows.append(
-            [name, f"{copy / 1e6:.0f} MB", *(f"{copies[kind]:.2f}" for kind in ("Pss", "Rss", "Rss to the end"))]
-        )
+    turns = Rounds()
+    copies = {name: 4 * sum(p.numel() for p in WORKLOADS[name].module().parameters()) for name in ("mlp10m", "mlp50m")}
+    for _ in range(rounds):
+        floor = _peak("tiny")
+        for name, copy in copies.items():
+            for kind, bytes_ in _peak(name).items():
+                turns.add(f"{name} {kind}", (bytes_ - floor[kind]) / copy)
+    kinds = ("Pss", "Rss", "Rss to the end")
+    rows = [
+        [name, f"{copy / 1e6:.0f} MB", *(turns[f"{name} {kind}"].show(2) for kind in kinds)]
+        for name, copy in copies.items()
+    ]
     outcome.table(["model", "one copy", "Pss, copies", "Rss, copies", "Rss to the end, copies"], rows)
+    worst = max(turns[f"{name} Pss"].median for name in copies)
     outcome.goal("at most 4 copies per worker beyond activations (Pss)", worst <= 4)
     return outcome
 
@@ -112,4 +114,4 @@ def _resident(pid: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(measure, rounds=2)
+    main(measure, rounds=5)

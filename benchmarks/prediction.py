@@ -31,7 +31,7 @@ import orchestra
 from benchmarks.common import Outcome, main, own_seconds, scratch
 from benchmarks.workloads import sgd
 from orchestra.engine import compute_times
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.runs.events import Stepped, read
 from orchestra.worlds.simulated.networks import Host, Network
 
@@ -70,10 +70,10 @@ CELLS = [cell for cell in ALL if cell not in CALIBRATION]  # to be predicted
 
 
 @dataclass(frozen=True)
-class Late(Delay):
+class Late(ComputeTime):
     """Workers oversleep."""
 
-    base: Delay
+    base: ComputeTime
     by: float  # seconds
 
     def seconds(self, seed: int, worker: int, step: int) -> float:

@@ -14,13 +14,13 @@ from benchmarks.common import ROOT, Outcome, interleave, main, scratch
 _OBSERVED = """
 import json, sys
 from pathlib import Path
-from orchestra.worlds.shared_memory.coordinator import Coordinator
-end = Coordinator._end
+from orchestra.worlds.shared_memory.coordinator import LocalCoordinator
+end = LocalCoordinator._end
 def observed(self, *rest):
     global began
     began = self.arena.clock[0]
     return end(self, *rest)
-Coordinator._end = observed
+LocalCoordinator._end = observed
 {action}
 first = next(e for e in map(json.loads, open(Path(sys.argv[1]) / "events-0.jsonl")) if e["event"] == "stepped")
 print("first step at", began + first["t"])

@@ -73,6 +73,6 @@ ROW = Row(
     traffic=traffic,
     formula="2 (N−1)/N · S every round",
     search_space=("growing",),
-    search=("tau", (8, 32)),
+    tuned_option=("tau", (8, 32)),
     examples=("growing(tau=3)",),
 )

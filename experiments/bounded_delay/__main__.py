@@ -24,7 +24,7 @@ import torch
 
 from experiments.common import Figures, Study, options, train
 from orchestra import SSP, BoundedDelay, Epochs, ParameterServer, Simulated, Steps, Target, recipes
-from orchestra.engine.compute_times import Delay, Pareto, uniform
+from orchestra.engine.compute_times import ComputeTime, Pareto, uniform
 from orchestra.strategies.parameter_server.consistency import Consistency
 
 WORKERS, BATCH = 8, 8
@@ -35,10 +35,10 @@ TIMED = Steps(400)  # the same for all: who takes longer to the goal meets more 
 
 
 @dataclass(frozen=True)
-class Roaming(Delay):
+class Roaming(ComputeTime):
     """One of the workers takes longer; every so many steps another, by lot."""
 
-    base: Delay
+    base: ComputeTime
     workers: int
     factor: float
     steps: int

@@ -21,11 +21,28 @@ def size(nbytes: float) -> str:
 def plural(count: float, noun: str) -> str:
     """Return a count with its noun, in the plural where the count asks for it.
 
-    >>> plural(1, "worker"), plural(4, "worker"), plural(2, "process"), plural(0.5, "epoch")
-    ('1 worker', '4 workers', '2 processes', '0.5 epochs')
+    >>> plural(1, "worker"), plural(4, "worker"), plural(2, "process"), plural(3, "strategy"), plural(0.5, "day")
+    ('1 worker', '4 workers', '2 processes', '3 strategies', '0.5 days')
     """
     many = f"{count:,}" if isinstance(count, int) else f"{count:g}"
-    return f"{many} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+    return f"{many} {noun if count == 1 else _in_plural(noun)}"
+
+
+def _in_plural(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
+def rough_duration(seconds: float) -> str:
+    """Return an estimated time in words, to one or two digits.
+
+    >>> rough_duration(0.2), rough_duration(47), rough_duration(200), rough_duration(9000)
+    ('about 1 s', 'about 47 s', 'about 3 min', 'about 2.5 h')
+    """
+    if seconds < 90:
+        return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"
 
 
 def listed(texts: Sequence[str]) -> str:

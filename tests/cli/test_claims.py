@@ -11,7 +11,7 @@ import pytest
 from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
-from orchestra.cli import claims, fairness, sources, tuning
+from orchestra.cli import claims, fairness, sources, tuning, tuning_results
 from orchestra.cli.app import app
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
@@ -82,7 +82,7 @@ def tried(out: Path, metric: str, found: dict[float, Outcome], monkeypatch: pyte
     """A race of which the outcomes are known beforehand, by rate."""
     monkeypatch.setattr(Race, "run_one", lambda race, strategy, *_, **__: found[race.settings[strategy].rate])
     monkeypatch.setattr(
-        tuning, "_curve", lambda outcome, metric: () if outcome.best is None else ((1.0, outcome.best),)
+        tuning_results, "_curve", lambda outcome, metric: () if outcome.best is None else ((1.0, outcome.best),)
     )
     source = sources.find("digits")
     return Race(source, sources.load(source), ("allreduce",), Options(workers=2), 1, Target(metric, 0.9), out)
@@ -154,8 +154,9 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     for point in (
         "same initial parameters",
         "same samples",
-        "same budget: epochs=1",
-        "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
+        "same budget: 1 epoch",
+        "tuned in simulation",
+        "each the best of 2 tries, on seeds that no run of it uses",
         "allreduce lr 0.05 (at the edge of the rates tried); localsgd(tau=4) lr 0.05 (at the edge",
     ):
         assert point in fair
@@ -202,9 +203,11 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
     assert "NOT THE SAME samples" in points(samples="c3")
     assert "NOT THE SAME samples" in points(samples=None, batch=9), "one difference is enough"
     assert "budget not checked" in points(budget=None)
-    assert "NOT THE SAME budget" in points(budget=["epochs=1", "seconds=4.5"])
+    assert "NOT THE SAME budget: 1 epoch; 1 epoch or 4.5 seconds" in points(budget=["epochs=1", "seconds=4.5"])
+    assert "NOT THE SAME budget: 1 epoch; epochs=x" in points(budget=["epochs=x"])
+    assert "budget not checked" in points(budget="all of it")
     limited = {"budget": ["epochs=1", "seconds=4.5"], "note": {"patience": 4.5}}
-    assert "same budget: epochs=1;" in points(**limited), "when a run is given up follows from the others"
+    assert "same budget: 1 epoch;" in points(**limited), "when a run is given up follows from the others"
     assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
     failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
     assert "initial parameters not checked" in "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, (failed,)))))

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Orchestra
 
 from orchestra.engine.compute_times import Drawn, Measured, Slow
-from orchestra.engine.compute_times import parse as parse_delay
+from orchestra.engine.compute_times import parse as parse_compute_time
 from orchestra.runs import measurements
 from orchestra.runs.measurements import LinkMeasurement, Probe
 from orchestra.worlds.simulated.networks import parse as parse_network
@@ -72,7 +72,7 @@ def test_what_was_written_is_read(file: Path) -> None:
     host = parse_network(str(file)).host(0)
     assert (host.up, host.down, host.latency, host.message, host.number) == (16e9, 16e9, 2e-5, 1e-5, 1e-9)
     assert parse_network(f"{file} loopback racks:4x2").host(0).up == 8e9
-    assert isinstance(parse_delay(f"{file} slow:1x5"), Slow)
+    assert isinstance(parse_compute_time(f"{file} slow:1x5"), Slow)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_was_written_is_read(file: Path) -> None:
     ],
 )
 def test_times_at_other_batches_lie_on_a_line(batch: int, expected: float, file: Path) -> None:
-    measured = parse_delay(str(file))
+    measured = parse_compute_time(str(file))
     assert isinstance(measured, Measured)
     drawn = measured.at(batch)
     assert isinstance(drawn, Drawn)

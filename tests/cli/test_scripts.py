@@ -203,6 +203,35 @@ def test_an_error_is_told_by_the_scripts_own_lines(orchestra: Orchestra, tmp_pat
     assert "runpy" not in said.err
 
 
+FAILING = """
+import orchestra
+from orchestra import Recipe, Simulated, Steps
+from orchestra.recipes.images import DIGITS as d
+def data():
+    raise ValueError("of the user's function")
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RECIPE = __import__('dataclasses').replace(d, data=data)",
+        "orchestra.train(model=d.model, data=data, loss=d.loss, optimizer=d.optimizer, evaluate=d.evaluate,\n"
+        "    evaluation_data=d.evaluation_data, cluster=Simulated(workers=2), budget=Steps(2))",
+    ],
+    ids=["recipe", "train"],
+)
+def test_an_error_of_a_users_function_is_told_by_its_own_lines(orchestra: Orchestra, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "runpython"  # a name that holds that of a module which runs scripts
+    folder.mkdir()
+    (folder / "it.py").write_text(FAILING + text)
+    said = orchestra("compare", "runpython/it.py", "--sim", "--out", "c")
+    assert said.code == 1
+    lines = said.err[said.err.index("Traceback") :].splitlines()
+    assert "it.py" in lines[1]
+    assert lines[-1] == "ValueError: of the user's function"
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(2))])

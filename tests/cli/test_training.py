@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import signal
@@ -211,8 +212,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
 def test_a_run_that_the_clock_ended_is_told_of_more_seconds(orchestra: Orchestra) -> None:
     limits = ("--epochs", "1000", "--seconds", "0.5")
     assert orchestra("run", "digits", "-n", "2", *limits, "--checkpoint-every", "5", "--out", "timed").code == 0
-    told = orchestra("resume", "timed").err
-    assert "its budget was 1000 epochs or 0.5 seconds; --seconds 1 would go on" in told
+    told = orchestra("resume", "timed", "--json")
+    more = math.ceil(told.json["seconds"] + 0.5)
+    assert f"its budget was 1000 epochs or 0.5 seconds; --seconds {more} would go on" in told.err
     same, less = (
         orchestra("resume", "timed", *limits),
         orchestra("resume", "timed", "--epochs", "900", "--seconds", "0.4"),

@@ -102,6 +102,8 @@ def test_a_short_run_that_diverged_is_told() -> None:
     assert str(found.why_unlearned).startswith("the training loss was 1.6 in the first step and 14 in the end")
     assert judged([1.6, 0.6, *[2.0] * 30]) == Learning(), "noise may be as large"
     assert judged([1.6]) == judged([1.6, 14.0, 1.7]) == judged([-1.0, -0.9]) == Learning()
+    assert judged([0.01, 0.03, 0.03]) == judged([0.01, 0.03, 0.012, 0.011]) == Learning(), "too few to tell"
+    assert judged([0.01, 0.03, 0.03, 0.03]).learned is False
 
 
 def test_a_score_that_is_no_longer_a_number_is_no_learning() -> None:

@@ -23,8 +23,9 @@ ASYNC = "ps(consistency=asp())"
 WARNED = "momentum 0.9 amplifies them"
 
 
-def said(strategy: str, *, workers: int = 3, optimizer: Any = momentum) -> str | None:
-    return warnings.about_momentum(expression.parse(strategy), optimizer(make_model().parameters()), workers)
+def said(strategy: str, *, workers: int = 3, optimizer: Any = momentum, options: bool = False) -> str | None:
+    made = optimizer(make_model().parameters())
+    return warnings.about_momentum(expression.parse(strategy), made, workers, options=options)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,34 @@ def test_less_momentum_adam_and_one_worker_are_fine() -> None:
 
 def test_a_setting_that_tuning_found_is_not_warned_of() -> None:
     """Without momentum was tried as well: a warning on the report would advise what was worse."""
-    with warnings.silent():
+    with warnings.once(momentum_tuned=True):
         assert said(ASYNC) is None
     assert said(ASYNC) is not None
 
 
-def test_the_remedy_is_what_a_switch_would_do() -> None:
+def test_a_comparison_prints_each_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.silent():
+        assert warnings.say("of a try") == ["of a try"]
+    for _ in range(2):
+        with warnings.once(momentum_tuned=True):
+            warnings.say("of all seeds", "of a try")
+    assert capsys.readouterr().err == "warning: of all seeds\nwarning: of a try\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "remedy"),
+    [
+        (False, "ParameterServer", "Use momentum=0 and lr=0.067 in the optimizer, or"),
+        (True, "ps(consistency=asp)", "Use --momentum 0 --lr 0.067, or"),
+    ],
+    ids=["in a script", "on the command line"],
+)
+def test_the_remedy_is_what_a_switch_would_do(options: bool, name: str, remedy: str) -> None:
     """γ/(1 − μ)/N: what `StrategySwitch` goes on with."""
-    assert "Use momentum=0 and lr=0.067 in the optimizer, or" in str(said(ASYNC))
-    assert "Use momentum=0 in the strategy, or" in str(said("switch(momentum=0.95)"))
+    text = str(said(ASYNC, options=options))
+    assert text.startswith(f"{name} applies gradients")
+    assert remedy in text
+    assert "Use momentum=0 in the strategy, or" in str(said("switch(momentum=0.95)", options=options))
 
 
 @pytest.mark.parametrize("cluster", [Local(workers=2), Simulated(workers=2)], ids=["local", "simulated"])

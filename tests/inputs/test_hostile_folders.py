@@ -20,6 +20,7 @@ from tests.report.folders import make_run
 from tests.zoo import adam, make_large, train
 
 from orchestra import ASP, AllReduce, DelayCompensated, ParameterServer, Steps
+from orchestra.cli.resume import resume as resume_command
 from orchestra.engine import checkpoint, resume, snapshot
 from orchestra.errors import CheckpointError, ConfigError, OrchestraError
 from orchestra.live.follower import Follower
@@ -200,6 +201,40 @@ def test_a_complete_run_with_a_model_that_is_none_is_damaged(how: str, complete:
     else:
         assert isinstance(again, CheckpointError), again
         assert "what it left is damaged" in str(again)
+
+
+LARGER = "a larger budget, e.g. --epochs 10, would go on"
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        (["epochs=x"], f"its budget was epochs=x; {LARGER}"),
+        (["seconds=nan", "steps=1e999", "epochs=3.5"],
+         "its budget was nan seconds or inf steps or 3.5 epochs; --epochs 8 would go on"),
+        (["steps=\x1b[2J"], f"its budget was steps=\\u001b[2J; {LARGER}"),
+        ([None, 3], f"its budget was None or 3; {LARGER}"),
+        ("steps=3", f"its budget is unknown; {LARGER}"),
+        ({"steps": 3}, f"its budget is unknown; {LARGER}"),
+        (7, f"its budget is unknown; {LARGER}"),
+    ],
+)  # fmt: skip
+def test_a_complete_run_with_a_budget_that_is_none_is_told(
+    budget: object, told: str, complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(complete, tmp_path / "run"))
+    resume.remember(run, budget=budget)
+    resume_command(run)
+    assert f"is complete, nothing left to do: {told}\n" in capsys.readouterr().err
+
+
+def test_a_complete_run_that_took_for_ever_is_damaged(complete: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(complete, tmp_path / "run"))
+    path = run / "events-0.jsonl"
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"t": float("inf")})]) + "\n")
+    with pytest.raises(CheckpointError, match="what it left is damaged: it took inf s"):
+        resume.left_by(run)
 
 
 # Checkpoints.

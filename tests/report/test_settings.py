@@ -48,10 +48,10 @@ def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> N
         run = make_run(tmp_path / f"run{seconds}", budget=["epochs=3", f"seconds={seconds}"], note=note)
         return settings.settings_of(reading.load(run))
 
-    assert settings_of(1.5, patience=1.5)["budget"] == "epochs=3"
+    assert settings_of(1.5, patience=1.5)["budget"] == "3 epochs"
     assert settings.conditions([settings_of(2.5, patience=2.5), settings_of(3.5, patience=3.5)]) == ["", ""]
     asked = settings.conditions([settings_of(4.5, patience=None), settings_of(5.5, patience=None)])
-    assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
+    assert asked == ["budget 4.5 seconds", "budget 5.5 seconds"]
 
 
 @pytest.mark.parametrize("name", ["compute_time", "delay"])

@@ -11,8 +11,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
 
+from orchestra.cli.tracebacks import from_users_code
 from orchestra.engine import environment
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
 
@@ -47,20 +47,9 @@ def invoke(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except Exception as error:
-        traceback.print_exception(error.with_traceback(_of_the_script(error.__traceback__)))
+        traceback.print_exception(error.with_traceback(from_users_code(error.__traceback__)))
         return 1
     return 0
-
-
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from where a script starts, or all of it where no script ran."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    runs = [i for i, frame in enumerate(frames) if "runpy" in frame.tb_frame.f_code.co_filename]
-    first = next((i + 1 for i in runs if i + 1 not in runs), 0)
-    return frames[first] if first < len(frames) else None
 
 
 def describe(error: OrchestraError) -> str:

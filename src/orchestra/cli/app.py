@@ -38,7 +38,7 @@ from orchestra.errors import Interrupted
 _NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
 
-_LOOKING = ("watch", "top")  # commands that Ctrl-C ends in any case, and that save nothing
+_VIEWERS = ("watch", "top")  # commands that only show runs: Ctrl-C is how they end
 
 
 class _Verbs(TyperGroup):
@@ -60,7 +60,7 @@ class _Verbs(TyperGroup):
             _say(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            if ctx.invoked_subcommand not in _LOOKING:
+            if ctx.invoked_subcommand not in _VIEWERS:
                 _say("stopped before anything was saved.")
             raise typer.Exit(Interrupted.exit_code) from None
 

@@ -71,9 +71,9 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
     from orchestra.strategies.catalogue import row_of
 
     strategy: Any = expression.parse(text)
-    texts, search = [text], row_of(strategy).search
-    if search is not None and not fixed:
-        option, values = search
+    texts, tuned = [text], row_of(strategy).tuned_option
+    if tuned is not None and not fixed:
+        option, values = tuned
         texts = [expression.show(dataclasses.replace(strategy, **{option: value})) for value in values]
     if strategy.layout.updates.synchronous or not momentum:
         return [Setting(text, own=own) for text in texts[:3]]
@@ -88,8 +88,8 @@ def fixed(texts: Iterable[str]) -> frozenset[str]:
 
     found = []
     for text in texts:
-        search = row_of(strategy := expression.parse(text)).search
-        if search is not None and re.search(rf"\b{search[0]}\s*=", text):
+        tuned = row_of(strategy := expression.parse(text)).tuned_option
+        if tuned is not None and re.search(rf"\b{tuned[0]}\s*=", text):
             found.append(expression.show(strategy))
     return frozenset(found)
 

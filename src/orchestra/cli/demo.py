@@ -106,19 +106,16 @@ def _race(world: dict[str, Any], names: list[str], out: Path) -> Race:
 def _contrast(slow: Table, fast: Table) -> str:
     """Return a line on the same strategies with a fast network and no slow machine."""
     first = slow.ranked[0].strategy
-    lead, there = (_ratio_of_medians(table, first) for table in (slow, fast))
+    lead, there = slow.speed(first), fast.speed(first)
     times = " and ".join(f"{row.strategy} {row.time:.3g} virtual s" for row in fast.ranked)
-    ratio = "" if lead is None or there is None else f": {there:.2f} times as fast, not {lead:.2f} times"
+    if lead is None or there is None:
+        ratio = ""
+    else:
+        ratio = f": {there.value:.2f} times as fast in pairs of equal seeds, not {lead.value:.2f} times"
     return (
         f"On a fast network, without a slow machine, {times} (medians of the seeds){ratio}. Which to use depends on "
         "the cluster."
     )
-
-
-def _ratio_of_medians(table: Table, strategy: str) -> float | None:
-    """Return how many times as fast as the baseline a strategy is by the median times that are printed."""
-    row, base = table.row(strategy), table.row(table.baseline)
-    return None if row is None or base is None or not (row.always and base.always) else base.time / row.time
 
 
 _NEXT = (

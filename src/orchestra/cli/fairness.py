@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestra.runs.reading import budget_of, object_in
+from orchestra.runs.budget import words
+from orchestra.runs.reading import object_in, own_budget
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
@@ -49,7 +50,7 @@ def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:
     how = "a sum of some, their number, partition, batch of a worker and seed of the order, for equal seeds"
     yield Point("samples", samples, how)
     everyone = [config for _, config in configs]
-    budgets = [_text(budget_of(config), " or ".join) for config in everyone]
+    budgets = [_text(own_budget(config), words) for config in everyone]
     yield Point("budget", _equal(budgets), "; ".join(sorted({*filter(None, budgets)})) or "the loop's own")
     families = [_text(config.get("optimizer"), _family) for config in everyone]
     yield Point("optimizer", _equal(families), ", ".join(sorted({*filter(None, families)})))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from orchestra.cli import summary
 from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.formatting import rough_duration
 from orchestra.runs.budget import Target, lower_is_better
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
         how = f"{100 * _WAY:g} % of the way from the first score, {values[0]:.4g}, to the best, {best:.4g}"
     found = f"target {goal(target)}, as none was given: {how}, of a first run of {first} with seed {seed}"
     if not quiet:
-        summary.say(f"{mark}: {took:.2g} s\n{found}.")
+        summary.say(f"{mark}: {rough_duration(took)}\n{found}.")
     return dataclasses.replace(race, target=target, took=took, chosen_target=found)
 
 

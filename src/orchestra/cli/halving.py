@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates at which halving ends
-PART = 0.4  # of its epochs that a run takes, on average over the catalogue: it ends at the target, or is given up
+# mean share of its epochs that a run of the catalogue uses before it reaches the target or is given up
+USUAL_SHARE = 0.4
 GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 
 

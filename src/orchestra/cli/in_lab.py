@@ -76,7 +76,7 @@ def with_token() -> Iterator[None]:
 
 
 def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:
-    """Yield the given options as arguments of a command, without `--workers`: the lab sets the number of nodes."""
+    """Yield the given options as arguments, without `--workers`: the launcher sets the number of processes."""
     for name, value in chosen.given().items():
         if name not in without:
             yield f"--{name.replace('_', '-')}"

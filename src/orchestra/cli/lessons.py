@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 from orchestra.cli import reasons, ties
 from orchestra.cli.table import StrategyRow, Table
 from orchestra.formatting import listed, plural, size
@@ -20,8 +18,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     if not winners and all(row.unlearned for row in table.rows if row.done):
         said.append(f"{_rates(table, 'other')}.")
     elif not winners:
-        longer = "Train longer in the script, or give" if math.isnan(table.epochs) else "Give more --epochs or"
-        said.append(f"{longer} a nearer --target.")
+        said.append(train_longer(table))
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
         said.append(f"{winners[0].strategy} is one process: this model is too small to gain from more workers here.")
     tied = [row for row in winners if row.strategy in judged.tied]
@@ -40,9 +37,15 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     return said
 
 
+def train_longer(table: Table) -> str:
+    """Return the advice where nothing reached the target in every run."""
+    longer = "Train longer in the script, or give" if table.is_loop else "Give more --epochs or"
+    return f"{longer} a nearer --target."
+
+
 def _rates(table: Table, which: str) -> str:
     """Return how to try other rates: --lr would switch tuning off, and the rate of a loop is its own."""
-    if math.isnan(table.epochs):
+    if table.is_loop:
         return f"Set {'another' if which == 'other' else f'a {which}'} learning rate in the script"
     if table.tuned:
         return f"Give {which} rates to tune with: --lrs"

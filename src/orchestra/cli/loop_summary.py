@@ -7,7 +7,7 @@ If there is a run folder, its figures are those of all nodes; else they are thos
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,22 +15,25 @@ from orchestra.cli import summary
 from orchestra.formatting import percents, plural, size
 
 if TYPE_CHECKING:
-    from orchestra.runs.progress import Display
+    from orchestra.user_loop.handle import LoopHandle
     from orchestra.user_loop.outcome import LoopOutcome
 
 
 @contextmanager
-def afterwards(display: Display) -> Iterator[None]:
-    """Print the outcome of each loop that a script prepares inside, and ends inside or when the interpreter ends."""
+def afterwards(handles: Sequence[LoopHandle]) -> Iterator[None]:
+    """Print the outcome of each loop that a script prepares inside, and ends inside or when the interpreter ends.
+
+    `handles`: a list to which the handle of each loop is appended meanwhile.
+    """
 
     def show() -> None:
-        ended = [outcome for loop in display.loops if (outcome := loop.outcome()) is not None]
+        ended = [outcome for handle in handles if (outcome := handle.outcome()) is not None]
         if ended:
             summary.say("\n".join(map(describe, ended)))
 
     atexit.register(show)  # before the script, since the hook that calls a missing `finish` has to run first
     yield
-    if all(loop.outcome() is not None for loop in display.loops):
+    if all(handle.outcome() is not None for handle in handles):
         atexit.unregister(show)
         show()
 

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +94,8 @@ class Race:
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
-            known = warnings.silent() if seed or strategy in self.settings else nullcontext()  # said once
-            with progress.choose(quiet=quiet, title=mark) as display, known:
+            warned = warnings.once(momentum_tuned=strategy in self.settings)
+            with progress.choose(quiet=quiet, title=mark) as display, warned:
                 sources.train_recipe(
                     self.recipe,
                     chosen.changes(),
@@ -116,8 +115,9 @@ class Race:
     def like(self, tuned: Race) -> Race:
         """Return the same race with the settings of another one."""
         return dataclasses.replace(
-            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuning=tuned.tuning
-        )
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuning=tuned.tuning,
+            edges=tuned.edges,
+        )  # fmt: skip
 
     def options_of(self, strategy: str, seed: int) -> Options:
         """Return the options of one run, without its folder."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import typer
 from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli.halving import GIVEN_UP, PART, SuccessiveHalving, is_given_up, runs
+from orchestra.cli.halving import GIVEN_UP, USUAL_SHARE, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race, options_for
 from orchestra.cli.tuning import Tuning
@@ -108,7 +107,7 @@ def recommend(
 
 def _tuned(race: Race, seeds: int, *, quiet: bool) -> Race:
     worth = runs(len(race.strategies), seeds, race) / len(race.strategies)
-    return Tuning(race, worth, quiet=quiet, part=PART if race.shared.sim else 1.0).run()
+    return Tuning(race, worth, quiet=quiet, share_of_epochs=USUAL_SHARE if race.shared.sim else 1.0).run()
 
 
 def _text(target: Any) -> str:
@@ -169,7 +168,7 @@ class Advice:
 
     def words(self) -> list[str]:
         """Return the recommendation, its reasons, and its uncertainty."""
-        from orchestra.cli import ties
+        from orchestra.cli import lessons, ties
 
         table = self.table
         if not self.finalists:
@@ -177,14 +176,8 @@ class Advice:
             how = f"came closest with {table.best(near):.4g}"
             if near.times:
                 how = f"did in {len(near.times)} of {len(near.outcomes)}"
-            return [
-                f"Nothing reached {table.goal} in every run; {near.strategy} {how}. "
-                + (
-                    "Train longer in the script, or give a nearer --target."
-                    if math.isnan(table.epochs)
-                    else "Give more --epochs or a nearer --target."
-                )
-            ]
+            advice = lessons.train_longer(table)
+            return [f"Nothing reached {table.goal} in every run; {near.strategy} {how}. {advice}"]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]

@@ -63,15 +63,15 @@ def report(
     goal = _target(target)
     where = ", ".join(map(str, runs))
     with contextlib.nullcontext() if quiet else patiently(f"looking through {where} for runs ..."):
-        told = model.build(runs, target=goal, title=title)
-    files = _contents(told, wanted)
+        shown = model.build(runs, target=goal, title=title)
+    files = _contents(shown, wanted)
     written = _write(files, runs, out)
     if json_:
-        summary.print_json({"verdict": told["verdict"]["sentence"], "files": [str(path) for path in written]})
+        summary.print_json({"verdict": shown["verdict"]["sentence"], "files": [str(path) for path in written]})
         return
-    print(told["verdict"]["sentence"])
+    print(shown["verdict"]["sentence"])
     if not quiet:
-        _say(told, written)
+        _say(shown, written)
 
 
 def _formats(text: str, out: Path | None) -> list[str]:
@@ -94,7 +94,7 @@ def _target(text: str | None) -> Target | None:
     return read_target(f"{short.get(name.strip(), name)}{equals}{value}")
 
 
-def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:
+def _contents(shown: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:
     """Return the contents of each file."""
     from orchestra.report import figures, page, tables
 
@@ -102,15 +102,15 @@ def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]
     for name in wanted:
         match name:
             case "html":
-                found["report.html"] = page.write(told)
+                found["report.html"] = page.write(shown)
             case "md":
-                found["report.md"] = tables.markdown(told)
+                found["report.md"] = tables.markdown(shown)
             case "csv":
-                found |= {"runs.csv": tables.runs_csv(told), "curves.csv": tables.curves_csv(told)}
+                found |= {"runs.csv": tables.runs_csv(shown), "curves.csv": tables.curves_csv(shown)}
             case "svg":
-                found |= {f"{figure}.svg": text for figure, text in figures.draw(told).items()}
+                found |= {f"{figure}.svg": text for figure, text in figures.draw(shown).items()}
             case _:
-                found |= {f"{figure}.png": data for figure, data in figures.pictures(told).items()}
+                found |= {f"{figure}.png": data for figure, data in figures.pictures(shown).items()}
     return found
 
 
@@ -129,14 +129,14 @@ def _write(files: dict[str, str | bytes], runs: list[Path], out: Path | None) ->
     return paths
 
 
-def _say(told: dict[str, Any], written: list[Path]) -> None:
+def _say(shown: dict[str, Any], written: list[Path]) -> None:
     from orchestra.report import figures
 
-    for doubt in told["verdict"]["doubts"]:
+    for doubt in shown["verdict"]["doubts"]:
         summary.say(doubt)
-    for refused in told["refused"]:
+    for refused in shown["refused"]:
         summary.say(f"left out: {refused['name']}: {refused['why']}")
-    dropped = figures.left_out(told) if any(path.suffix in (".svg", ".png") for path in written) else []
+    dropped = figures.left_out(shown) if any(path.suffix in (".svg", ".png") for path in written) else []
     if dropped:
         summary.say(
             f"no figures of {plural(len(dropped), 'condition')}, give their folders alone: {'; '.join(dropped)}"

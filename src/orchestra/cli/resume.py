@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,11 @@ from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, conclude
 from orchestra.engine import environment
 from orchestra.errors import CheckpointError, ConfigError, Problem
-from orchestra.runs import files
-from orchestra.runs.budget import words
-from orchestra.runs.reading import object_in
+from orchestra.runs import budget, files
+from orchestra.runs.reading import visible
+
+if TYPE_CHECKING:
+    from orchestra.runs.facts import Facts
 
 _OWN_TOKEN = "is not for --on: the processes that it starts have their own token"
 _RENAMED = {"delay": "compute_time"}  # options of runs that the previous release started
@@ -90,25 +92,28 @@ def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
     if not config.get("loop") and not (run / "model.safetensors").is_file():
         raise CheckpointError(f"{run} is complete, but its model.safetensors is gone, and no checkpoint was kept.")
     if not quiet:
-        summary.say(f"{summary.nearby(run)} is complete, nothing left to do: {_further(run, config)}")
+        summary.say(f"{summary.nearby(run)} is complete, nothing left to do: {_further(run, config, facts)}")
     if as_json:
         summary.print_json(summary.as_record(run, facts))
     else:
         print(summary.describe(run, facts), flush=True)
 
 
-def _further(run: Path, config: dict[str, Any]) -> str:
+def _further(run: Path, config: dict[str, Any], facts: Facts) -> str:
     """Return what ended a run, and an option that would continue it if there is a checkpoint."""
-    budget = [*map(str, config.get("budget") or [])]
-    ended = f"its budget was {words(budget)}" if budget else "its loop ended"
+    from orchestra.engine import resume
+
+    kept = config.get("budget")
+    texts = [*map(str, kept)] if isinstance(kept, list) else []
+    ended = "its loop ended" if config.get("loop") else "its budget is unknown"
+    if texts:
+        ended = f"its budget was {visible(budget.words(texts))}"
     if not _checkpoints(run):
         return f"{ended}; there is no checkpoint to continue from"
-    stopped_by = object_in(run / "ending.json").get("stopped_by")
-    for part in sorted(budget, key=lambda part: part.startswith("seconds=") is not (stopped_by == "seconds")):
-        name, _, value = part.partition("=")
-        if name in ("epochs", "steps", "seconds"):
-            return f"{ended}; --{name} {2 * float(value):g} would go on"
-    return f"{ended}; a larger budget, e.g. --epochs 10, would go on"
+    more = resume.larger(budget.read(texts), facts.steps, facts.seconds, None, timed=facts.stopped_by == "seconds")
+    if more is None:
+        return f"{ended}; a larger budget, e.g. --epochs 10, would go on"
+    return f"{ended}; --{type(more).__name__.lower()} {more.count} would go on"
 
 
 def _checkpoints(run: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from orchestra.engine import environment
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs import progress
+
+if TYPE_CHECKING:
+    from orchestra.user_loop.handle import LoopHandle
 
 
 def run(
@@ -110,9 +113,10 @@ def carry_out(
             return display if old is None else both
 
         changes |= {"progress": show, "note": lambda old: {**(old or {}), **note}} | (more or {})
-        told = source.path is not None and not quiet and not environment.is_member()
-        with loop_summary.afterwards(display) if told else nullcontext():
-            sources.perform(source, changes, args, display)
+        prints_loops = source.path is not None and not quiet and not environment.is_member()
+        handles: list[LoopHandle] = []
+        with loop_summary.afterwards(handles) if prints_loops else nullcontext():
+            sources.perform(source, changes, args, display, handles)
     return display.runs
 
 

@@ -46,22 +46,26 @@ def capture(source: Source) -> Recipe:
 
 @lru_cache
 def _capture(source: Source, _: int) -> Recipe:
-    path = str(source.path)
+    path, reached = str(source.path), None
     try:
         with overrides.using({}, captures=True):
             runpy.run_path(path, run_name="__main__")
-    except overrides.Reached as reached:
-        if reached.arguments is None:
-            why = "calls orchestra.prepare in a module that it imports: call it in the script itself, to be compared"
-            raise ConfigError([Problem("script", path, why)]) from None
-        if (places := source.calls("train")) > 1:
-            summary.say(f"note: {source.label}.py calls train() in {places} places: the first one reached counts.")
-        return as_recipe(source.label, reached.arguments)
+    except overrides.Reached as error:
+        reached = error
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    why = "neither called orchestra.train(...) or orchestra.prepare(...) nor defined a RECIPE = orchestra.Recipe(...)"
-    raise ConfigError([Problem("script", path, why)])
+    if reached is None:
+        why = (
+            "neither called orchestra.train(...) or orchestra.prepare(...) nor defined a RECIPE = orchestra.Recipe(...)"
+        )
+        raise ConfigError([Problem("script", path, why)])
+    if reached.arguments is None:
+        why = "calls orchestra.prepare in a module that it imports: call it in the script itself, to be compared"
+        raise ConfigError([Problem("script", path, why)])
+    if (places := source.calls("train")) > 1:
+        summary.say(f"note: {source.label}.py calls train() in {places} places: the first one reached counts.")
+    return as_recipe(source.label, reached.arguments)
 
 
 def as_recipe(name: str, asked: TrainArguments) -> Recipe:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from orchestra import recipes
+from orchestra.cli.tracebacks import from_users_code
 from orchestra.engine import overrides, script_names
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem, nearest
@@ -22,6 +23,7 @@ from orchestra.errors import ConfigError, Problem, nearest
 if TYPE_CHECKING:
     from orchestra.recipes.recipe import Recipe
     from orchestra.runs.progress import Display
+    from orchestra.user_loop.handle import LoopHandle
 
 _NAMES = ("RECIPE", "recipe")
 
@@ -123,15 +125,16 @@ def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
     return _train.problems_of(**given | overrides.changed(given, changes))
 
 
-def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
-    """Train a recipe or run a script. The display has the run folders afterwards."""
+def perform(
+    source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display, handles: list[LoopHandle]
+) -> None:
+    """Train a recipe or run a script. Afterwards the display has the run folders, and `handles` the script's loops."""
     if source.path is None:
         if args:
             raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
         train_recipe(load(source), changes)
         return
-    with at_home(source.path, args), overrides.using(changes) as use:
-        display.loops = use.handles
+    with at_home(source.path, args), overrides.using(changes, handles=handles) as use:
         if not source.holds_recipe:
             _run(source.path, use)
         else:
@@ -158,16 +161,9 @@ def _run(path: Path, use: overrides.ActiveOverrides) -> None:
         if not use.loops:
             raise
         # A process of a loop has a hook, which reports the error to the other processes.
-        trace = _within(path, error.__traceback__)
+        trace = from_users_code(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
-
-
-def _within(path: Path, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from where the script starts."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
-        trace = trace.tb_next
-    return trace
 
 
 # Read, not run: running a script means training.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -16,7 +17,7 @@ from orchestra.runs import files
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from orchestra.runs.facts import Facts
+    from orchestra.runs.facts import Facts, TimeShare
 
 _MOST_ROWS = 16  # of the table of nodes; nodes with equal shares are one row
 
@@ -105,20 +106,20 @@ def _steps(facts: Facts) -> str:
 
 
 def _nodes(facts: Facts) -> list[str]:
-    rows: list[tuple[str, int, int, list[int]]] = []  # role, first and last number, shares of time
-    for share in facts.shares:
-        number = share.node if share.role == "worker" else share.node - facts.workers
-        times = percents([share.compute, share.communicate, share.wait])
-        if rows and (rows[-1][0], rows[-1][2], rows[-1][3]) == (share.role, number - 1, times):
-            rows[-1] = (share.role, rows[-1][1], number, times)
-        else:
-            rows.append((share.role, number, number, times))
-    names = [f"{role} {first}" if first == last else f"{role}s {first}-{last}" for role, first, last, _ in rows]
-    width = max(10, *map(len, names)) if names else 10
+    def alike(indexed: tuple[int, TimeShare]) -> tuple[str, list[int], int]:
+        index, share = indexed
+        return share.role, percents([share.compute, share.communicate, share.wait]), share.node - index
+
+    rows: list[tuple[str, list[int], int]] = []  # name, shares of time, number of nodes
+    for (role, times, _), group in itertools.groupby(enumerate(facts.shares), alike):
+        numbers = [share.node if role == "worker" else share.node - facts.workers for _, share in group]
+        name = f"{role} {numbers[0]}" if len(numbers) == 1 else f"{role}s {numbers[0]}-{numbers[-1]}"
+        rows.append((name, times, len(numbers)))
+    width = max([10, *(len(name) for name, _, _ in rows)])
     lines = [f"  {'time of':<{width}}  compute  communicate  wait  other"]
-    for name, (_, _, _, (compute, communicate, wait, other)) in list(zip(names, rows, strict=True))[:_MOST_ROWS]:
+    for name, (compute, communicate, wait, other), _ in rows[:_MOST_ROWS]:
         lines.append(f"  {name:<{width}} {compute:7}% {communicate:11}% {wait:4}% {other:5}%")
-    if left := sum(last - first + 1 for _, first, last, _ in rows[_MOST_ROWS:]):
+    if left := sum(count for _, _, count in rows[_MOST_ROWS:]):
         lines.append(f"  … and {plural(left, 'more node')}")
     return lines
 

@@ -81,8 +81,12 @@ def sweep(
         for values in _conditions(axes)
     ]
     repeat.keep(context.obj, folder)
-    goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
-    races = [(values, replace(race, target=goal, tuning=fixed or "")) for values, race in races]
+    settled = goals.settle(races[0][1], quiet=quiet)  # one target for all conditions
+    found = settled.chosen_target
+    races = [
+        (values, replace(race, target=settled.target, chosen_target=found, tuning=fixed or ""))
+        for values, race in races
+    ]
     if not tune_each and fixed is None:
         races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
     best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race

@@ -160,6 +160,11 @@ class Table:
     settings: Mapping[str, object] = field(default_factory=dict)  # what tuning found
 
     @property
+    def is_loop(self) -> bool:
+        """Whether the runs were of a script with its own loop, which decides how long to train and at which rate."""
+        return math.isnan(self.epochs)
+
+    @property
     def ranked(self) -> list[StrategyRow]:
         """The rows by time, in the order of the page."""
         return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
@@ -219,7 +224,7 @@ class Table:
         return (
             f"{self.recipe} · target {self.aim} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')}"
-            + ("" if math.isnan(self.epochs) else f" · {upto}{plural(self.epochs, 'epoch')}")
+            + ("" if self.is_loop else f" · {upto}{plural(self.epochs, 'epoch')}")
             + f" · {self.tuning}"
             + (f" · {self.world}" if self.world else "")
         )

@@ -39,7 +39,8 @@ def _options(row: StrategyRow) -> tuple[int, bool, int, str]:
     from orchestra.strategies.catalogue import row_of
 
     strategy: Any = expression.parse(row.strategy)
-    return row.strategy.count("="), row_of(strategy).search is not None, len(dataclasses.fields(strategy)), row.strategy
+    tuned = row_of(strategy).tuned_option is not None
+    return row.strategy.count("="), tuned, len(dataclasses.fields(strategy)), row.strategy
 
 
 def advice(rows: Sequence[StrategyRow]) -> list[str]:

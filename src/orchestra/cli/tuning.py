@@ -30,7 +30,7 @@ from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.cli.tuning_results import TuningResult, rank, result_of
 from orchestra.errors import ConfigError, Interrupted, Problem
-from orchestra.formatting import plural
+from orchestra.formatting import plural, rough_duration
 from orchestra.runs.budget import lower_is_better
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Tuning:
     rates: tuple[float, ...] = ()  # given, in place of the grid
     real: bool = False  # tries run as the race does, not in simulation
     quiet: bool = False
-    part: float = 1.0  # of its epochs that a run of the race takes
+    share_of_epochs: float = 1.0  # that a run of the race takes
     _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of earlier tries
     _told: float = field(default_factory=time.monotonic)  # when a line on the progress was printed
 
@@ -92,9 +92,9 @@ class Tuning:
         """The number and length of tries: no longer than the race, or as an earlier call in this folder started."""
         race, costs = self.race, self._measure()
         planned = TuningPlan(
-            len(race.strategies), race.epochs, self.worth, costs, self.part, race_is_real=not race.shared.sim,
-            real=not race.shared.sim and (self.real or race.lab is not None), given=len(self.rates),
-            snapshots=race.snapshots,
+            len(race.strategies), race.epochs, self.worth, costs, self.share_of_epochs,
+            race_is_real=not race.shared.sim, real=not race.shared.sim and (self.real or race.lab is not None),
+            given=len(self.rates), snapshots=race.snapshots,
         )  # fmt: skip
         if kept := tuning_cache.read_plan(race, *self._known_by):
             return dataclasses.replace(planned, **kept)
@@ -110,7 +110,7 @@ class Tuning:
 
     @property
     def _known_by(self) -> tuple[Any, ...]:
-        return self.worth, self.rates, self.real, self.part
+        return self.worth, self.rates, self.real, self.share_of_epochs
 
     def run(self) -> Race:
         """Tune, and return the same race, each strategy with its best setting."""
@@ -131,7 +131,8 @@ class Tuning:
             return self._untuned(_ENDLESS)
         plan = self.plan
         if not plan.fits:
-            longer = f"{plan.seconds / plan.race_seconds:.2g} times as long as the race"
+            times = plan.seconds / plan.race_seconds
+            longer = f"{times:.{0 if times >= 10 else 1}f} times as long as the race"
             return self._untuned(f"the shortest tries would take {longer}: more --seeds allow for it")
         if not self.quiet:
             summary.say(self._estimate())
@@ -150,7 +151,7 @@ class Tuning:
             self._try(best, last, 3 * plan.first, race.seeds + 1, whole=True)
             untested = {setting: found for setting, found in tried[name].items() if setting not in last}
             lasting = {setting: found for setting, found in last.items() if not found.collapsed}
-            final[name] = self._rank(lasting or untested or last) or best
+            final[name] = self._rank(lasting) or self._rank(untested) or self._rank(last) or best
         return self._conclude(tried, final)
 
     def _run_loop(self) -> Race:
@@ -170,14 +171,14 @@ class Tuning:
                 self._try([setting], tried[name], race.epochs, race.seeds)
                 if len(self._kept) == 1 > known and race.took is None and not self.quiet:
                     took = time.monotonic() - began
-                    summary.say(f"a run took {tuning_plan.about(took)}: {self._both(count, took)}.")
+                    summary.say(f"a run took {rough_duration(took)}: {self._both(count, took)}.")
         return self._conclude(tried, {name: self._rank(found) for name, found in tried.items()})
 
     def _estimate_of_loop(self, count: int) -> str:
         race = self.race
         strategies, about = len(race.strategies), "" if race.took is None else f"; {self._both(count, race.took)}"
         return (
-            f"tuning {tuning_plan.strategies(strategies)}, {count} tries each, {self.where}, seed {race.seeds}: "
+            f"tuning {plural(strategies, 'strategy')}, {count} tries each, {self.where}, seed {race.seeds}: "
             f"{count * strategies} whole runs of the script, and {round(strategies * self.worth)} in the race{about}. "
             "--no-tune skips it."
         )
@@ -185,10 +186,10 @@ class Tuning:
     def _both(self, count: int, took: float) -> str:
         """Return how long tuning and the race take, if every run takes as long as one did."""
         strategies = len(self.race.strategies)
-        return f"tuning takes {tuning_plan.about(strategies * count * took)}, the race {self._race_of_loop(took)}"
+        return f"tuning takes {rough_duration(strategies * count * took)}, the race {self._race_of_loop(took)}"
 
     def _race_of_loop(self, took: float) -> str:
-        return tuning_plan.about(len(self.race.strategies) * self.worth * took)
+        return rough_duration(len(self.race.strategies) * self.worth * took)
 
     def _untuned(self, why: str, cost: str = "") -> Race:
         if not self.quiet:
@@ -261,12 +262,15 @@ class Tuning:
             found[setting] = self._one(setting, epochs, seed, whole=whole)
 
     def _one(self, setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
+        from orchestra.engine import warnings
+
         race = self._race_of(setting, epochs, whole=whole)
         key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
             length = "" if math.isnan(epochs) else f", {epochs:.3g} epochs"
             self._show(f"tuning {setting.strategy}: {setting}{length}")
-            outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
+            with warnings.silent():
+                outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(result_of(outcome, race.target.metric, self._sign))
             shutil.rmtree(outcome.run, ignore_errors=True)
             tuning_cache.write(self.race.out, self._record())
@@ -279,7 +283,7 @@ class Tuning:
         terminal, now = sys.stderr.isatty(), time.monotonic()
         if not self.quiet and not terminal and text and now - self._told >= _MINUTE:
             self._told = now
-            summary.say(f"{text} ({len(self._kept)} tries done)")
+            summary.say(f"{text} (try {len(self._kept) + 1})")
         elif not self.quiet and terminal:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
@@ -319,13 +323,13 @@ class Tuning:
     def _estimate(self) -> str:
         """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
-        tuning, raced = (tuning_plan.about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
+        tuning, raced = (rough_duration(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
         steps, short = plan.first * plan.costs.steps, ""
         if steps < _FEW_STEPS:
             short = f"\n{_brief(max(1, round(steps)))}: more --epochs or --seeds allow for longer ones."
         return (
-            f"tuning {tuning_plan.strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds "
+            f"tuning {plural(plan.strategies, 'strategy')}, {plan.tries} tries each, {self.where}, seeds "
             f"{race.seeds} and {race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
             f"{' at most' if race.shared.target else ''}: {raced}{network}.{short}"

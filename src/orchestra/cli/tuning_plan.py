@@ -70,7 +70,7 @@ class TuningPlan:
     epochs: float  # in a run of the race
     worth: float  # runs of each strategy in the race
     costs: Costs
-    part: float = 1.0  # of its epochs that a run of the race takes: it may end at the target
+    share_of_epochs: float = 1.0  # that a run of the race takes: it may end at the target
     race_is_real: bool = False
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
@@ -106,8 +106,8 @@ class TuningPlan:
 
     @property
     def race_seconds(self) -> float:
-        """Seconds of the race, at most."""
-        return self.runs * self.costs.of(self.part * self.epochs, self.snapshots, real=self.race_is_real)
+        """Expected seconds of the race."""
+        return self.runs * self.costs.of(self.share_of_epochs * self.epochs, self.snapshots, real=self.race_is_real)
 
     @property
     def fits(self) -> bool:
@@ -125,7 +125,7 @@ class TuningPlan:
 
     def _shortened(self) -> TuningPlan:
         shortest = self.epochs * _SHORTEST
-        fair = math.inf if self.race_is_real else self.worth * self.part / (self._short + 3 * self.kept)
+        fair = math.inf if self.race_is_real else self.worth * self.share_of_epochs / (self._short + 3 * self.kept)
         plan = dataclasses.replace(self, first=max(shortest, self.epochs * min(_LONGEST, fair)))
         while not plan.fits and plan.first > shortest:
             plan = dataclasses.replace(plan, first=max(shortest, _SHORTER * plan.first))
@@ -201,15 +201,3 @@ def _run(race: Race, few: Options, steps: int, out: Path) -> None:
     changes = dataclasses.replace(few, steps=steps, out=str(folder)).changes()
     with warnings.silent():
         sources.train_recipe(race.recipe, changes, evaluate=None, evaluation_data=None)
-
-
-def about(seconds: float) -> str:
-    """Return a time in words, to one or two digits."""
-    if seconds < 90:
-        return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"
-
-
-def strategies(count: int) -> str:
-    """Return a number of strategies in words."""
-    return "1 strategy" if count == 1 else f"{count} strategies"

@@ -26,7 +26,7 @@ import torch
 
 from orchestra.engine import compute_times
 from orchestra.engine.cluster import Abilities, Cluster, Device, Resources, resolve_device, share_of_cores
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.engine.environment import NEEDED, is_member, keeps_order
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.worlds.sockets import auth
@@ -101,7 +101,8 @@ class Attached(Cluster):
     grace: float = 10.0  # seconds to reconnect to a machine that does not answer; 0: a broken connection ends the run
     collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: on a trusted network), or torch wherever possible
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
-    compute_time: Delay | str | None = None  # workers sleep until that is over: see orchestra.engine.compute_times
+    # least time of a mini-batch: workers sleep for the rest of it; see orchestra.engine.compute_times
+    compute_time: ComputeTime | str | None = None
 
     @property
     def abilities(self) -> Abilities:
@@ -138,7 +139,7 @@ class Attached(Cluster):
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
         if self.compute_time is not None:
-            yield from compute_times.look(self.compute_time)
+            yield from compute_times.problems_of(self.compute_time)
         if self.collectives not in ("auto", "messages", "torch"):
             yield Problem("cluster.collectives", self.collectives, 'must be "auto", "messages" or "torch"')
         elif self.collectives == "torch" and not self.trusted:

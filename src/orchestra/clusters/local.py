@@ -12,7 +12,7 @@ import torch
 
 from orchestra.engine import compute_times
 from orchestra.engine.cluster import Cluster, Device, Resources, resolve_device, share_of_cores
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.engine.environment import half_set, launched
 from orchestra.errors import Problem
 
@@ -29,7 +29,8 @@ class Local(Cluster):
     device: Device = "cpu"
     threads: int | None = None  # of each process; None divides the cores evenly
     patience: float = 300.0  # seconds for all nodes to be ready; a tenth of it without a sign of life is a hang
-    compute_time: Delay | str | None = None  # workers sleep until that is over: see orchestra.engine.compute_times
+    # least time of a mini-batch: workers sleep for the rest of it; see orchestra.engine.compute_times
+    compute_time: ComputeTime | str | None = None
 
     def about(self) -> dict[str, Any]:
         """Return what a run folder records of the cluster."""
@@ -58,6 +59,6 @@ class Local(Cluster):
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
         if self.compute_time is not None:
-            yield from compute_times.look(self.compute_time)
+            yield from compute_times.problems_of(self.compute_time)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")

@@ -16,7 +16,7 @@ from orchestra.core.fibers import Kind
 from orchestra.data.feed import SampleStore
 from orchestra.engine import compute_times
 from orchestra.engine.cluster import Abilities, Cluster, Device, Resources, resolve_device, share_of_cores
-from orchestra.engine.compute_times import Delay, RecordedTimes
+from orchestra.engine.compute_times import ComputeTime, RecordedTimes
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs.budget import Target, parts
 from orchestra.runs.events import Sampled, Stepped, read
@@ -44,7 +44,7 @@ class Simulated(Cluster):
 
     workers: int = 8
     network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
-    compute_time: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
+    compute_time: ComputeTime | str = "constant:0.05"  # how long a worker computes on a mini-batch
     device: Device = "cpu"
     numerics: Numerics = "auto"
     fidelity: Literal["auto", "flows"] = "auto"  # flows: the time of collectives is never computed by a formula
@@ -74,7 +74,7 @@ class Simulated(Cluster):
             yield Problem(
                 "cluster.ties", self.ties, "must be a whole number, or None for the order in which they arose"
             )
-        yield from compute_times.look(self.compute_time)
+        yield from compute_times.problems_of(self.compute_time)
         choices = {
             "numerics": get_args(Numerics),
             "fidelity": ("auto", "flows"),

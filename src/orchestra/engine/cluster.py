@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Resources:
     device: str  # "cpu" or "cuda"
     threads: int
     uses_torch_collectives: bool = False  # torch.distributed takes the averages; between GPUs that is NCCL
-    compute_time: Delay | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
+    compute_time: ComputeTime | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
 
 
 class Cluster(ABC):

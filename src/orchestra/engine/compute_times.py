@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributions of the time that a worker computes on a mini-batch: for simulations, and to slow real runs down.
 
-Every duration is a pure function of (seed, worker, step), so a real run and its simulation have the same delays and
-the same stragglers.
+Every duration is a pure function of (seed, worker, step), so a real run and its simulation have the same compute
+times and the same stragglers.
 
     constant:0.05                every step takes 50 ms
     constant:0.05,0.05,0.1       likewise, but those of worker 2 take 100 ms; further workers take turns
@@ -41,7 +41,7 @@ def uniform(seed: int, *key: int) -> float:
     return (fold(seed, *key) + 0.5) / 2**63
 
 
-class Delay(ABC):
+class ComputeTime(ABC):
     """A distribution of durations."""
 
     @abstractmethod
@@ -52,13 +52,13 @@ class Delay(ABC):
     def mean(self) -> float:
         """Return the mean seconds of a worker that is not slowed."""
 
-    def at(self, batch: int) -> Delay:
+    def at(self, batch: int) -> ComputeTime:
         """Return the distribution for mini-batches of this size: the same one, unless it was measured by batch."""
         return self
 
 
 @dataclass(frozen=True)
-class ConstantTime(Delay):
+class ConstantTime(ComputeTime):
     """The same time for every step."""
 
     time: float  # seconds
@@ -73,7 +73,7 @@ class ConstantTime(Delay):
 
 
 @dataclass(frozen=True)
-class Exponential(Delay):
+class Exponential(ComputeTime):
     """T = Δ + Exp. The slowest of N takes on average Δ + H_N times the mean of the exponential part."""
 
     shift: float  # Δ, seconds
@@ -89,7 +89,7 @@ class Exponential(Delay):
 
 
 @dataclass(frozen=True)
-class Pareto(Delay):
+class Pareto(ComputeTime):
     """T = x_m · U^(-1/α): a heavy tail."""
 
     scale: float  # x_m, the minimum, seconds
@@ -105,7 +105,7 @@ class Pareto(Delay):
 
 
 @dataclass(frozen=True)
-class LogNormal(Delay):
+class LogNormal(ComputeTime):
     """T = c · exp(σZ - σ²/2): c on average."""
 
     average: float  # c, seconds
@@ -122,7 +122,7 @@ class LogNormal(Delay):
 
 
 @dataclass(frozen=True)
-class Markov(Delay):
+class Markov(ComputeTime):
     """Good and bad times, each lasting for a while: with independent steps, asynchronous methods look too good."""
 
     time: float  # seconds, in good times
@@ -146,7 +146,7 @@ class Markov(Delay):
 
 
 @dataclass(frozen=True)
-class RecordedTimes(Delay):
+class RecordedTimes(ComputeTime):
     """Recorded times: one sequence per worker, repeated at its end; further workers reuse the sequences in turn."""
 
     times: tuple[tuple[float, ...], ...]
@@ -162,7 +162,7 @@ class RecordedTimes(Delay):
 
 
 @dataclass(frozen=True)
-class Drawn(Delay):
+class Drawn(ComputeTime):
     """One of several durations, all equally likely."""
 
     times: tuple[float, ...]  # seconds
@@ -177,13 +177,13 @@ class Drawn(Delay):
 
 
 @dataclass(frozen=True)
-class Measured(Delay):
+class Measured(ComputeTime):
     """Times that a probe measured at several batches, interpolated linearly between them."""
 
     batch: int  # used where no other is given
     times: tuple[tuple[int, tuple[float, ...]], ...]  # seconds of steps by batch, in ascending order
 
-    def at(self, batch: int) -> Delay:
+    def at(self, batch: int) -> ComputeTime:
         """Return the durations measured at the closest batch, scaled to this one."""
         closest, own = min(self.times, key=lambda each: abs(math.log(each[0] / batch)))
         middle = statistics.median(own)
@@ -209,10 +209,10 @@ class Measured(Delay):
 
 
 @dataclass(frozen=True)
-class Pause(Delay):
+class Pause(ComputeTime):
     """A base distribution with occasional pauses."""
 
-    base: Delay
+    base: ComputeTime
     probability: float  # per step
     time: float  # seconds
 
@@ -225,16 +225,16 @@ class Pause(Delay):
         """Return the mean of the base plus that of the pauses."""
         return self.base.mean() + self.probability * self.time
 
-    def at(self, batch: int) -> Delay:
+    def at(self, batch: int) -> ComputeTime:
         """As the base is at that batch."""
         return replace(self, base=self.base.at(batch))
 
 
 @dataclass(frozen=True)
-class Slow(Delay):
+class Slow(ComputeTime):
     """The first `count` workers take `factor` times as long."""
 
-    base: Delay
+    base: ComputeTime
     count: int
     factor: float
 
@@ -246,12 +246,12 @@ class Slow(Delay):
         """Return the mean of the other workers."""
         return self.base.mean()
 
-    def at(self, batch: int) -> Delay:
+    def at(self, batch: int) -> ComputeTime:
         """As the base is at that batch."""
         return replace(self, base=self.base.at(batch))
 
 
-_KINDS: dict[str, type[Delay]] = {
+_KINDS: dict[str, type[ComputeTime]] = {
     "constant": ConstantTime,
     "exponential": Exponential,
     "pareto": Pareto,
@@ -260,7 +260,7 @@ _KINDS: dict[str, type[Delay]] = {
 }
 
 
-def parse(text: str) -> Delay:
+def parse(text: str) -> ComputeTime:
     """Read `KIND:NUMBERS` or the name of a probe's file, then any of `pause:P,SECONDS` and `slow:COUNTxFACTOR`.
 
     Words are separated by blanks or semicolons.
@@ -269,23 +269,23 @@ def parse(text: str) -> Delay:
     Slow(base=ConstantTime(time=0.05), count=1, factor=5.0)
     """
     first, *more = re.sub(r",\s+", ",", text.replace(";", " ")).split() or [""]
-    delay = measured(Path(first)) if first.endswith(".json") else _kind(first)
+    compute_time = measured(Path(first)) if first.endswith(".json") else _kind(first)
     for word in more:
         kind, _, numbers = word.partition(":")
         if kind == "pause":
             probability, seconds = _numbers(word, numbers, ["probability", "seconds"])
-            delay = Pause(delay, probability, seconds)
+            compute_time = Pause(compute_time, probability, seconds)
         elif kind == "slow":
             count, factor = _numbers(word, numbers.replace("x", ","), ["count", "factor"])
             if not count.is_integer():
                 raise ValueError(f"{word!r}: the number of slow workers must be a whole one")
-            delay = Slow(delay, int(count), factor)
+            compute_time = Slow(compute_time, int(count), factor)
         else:
             raise ValueError(f"{word!r} is neither pause:PROBABILITY,SECONDS nor slow:COUNTxFACTOR")
-    return delay
+    return compute_time
 
 
-def _kind(word: str) -> Delay:
+def _kind(word: str) -> ComputeTime:
     kind, _, numbers = word.partition(":")
     if not numbers and math.isfinite(_number(word)):
         return ConstantTime(_number(word))
@@ -327,52 +327,53 @@ def _number(text: str) -> float:
     return math.nan
 
 
-def problems(delay: Delay, where: str = "cluster.compute_time") -> Iterator[Problem]:
-    """Yield a problem for every value from which no duration can be drawn."""
-    for name, value in vars(delay).items():
-        if isinstance(value, Delay):
-            yield from problems(value, where)
-        elif isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
-            yield Problem(f"{where}.{name}", value, "must be a finite number of at least 0")
-    if isinstance(delay, Slow) and not delay.factor > 0:
-        yield Problem(f"{where}.factor", delay.factor, "must be above 0: how many times as long slow workers take")
-    if isinstance(delay, Pareto) and delay.alpha < 0.1:
-        yield Problem(f"{where}.alpha", delay.alpha, "must be at least 0.1: with less, some steps would never end")
-    for name in ("begin", "end", "probability"):
-        if getattr(delay, name, 0) > 1:
-            yield Problem(f"{where}.{name}", getattr(delay, name), "is a probability: at most 1")
-    if isinstance(delay, RecordedTimes):
-        wrong = [t for own in delay.times for t in own if not (t >= 0 and math.isfinite(t))]
-        if not (delay.times and all(delay.times)):
-            yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")
-        elif wrong:
-            yield Problem(f"{where}.times", wrong[0], "must be finite numbers of at least 0")
-
-
-def read(given: Delay | str | None) -> Delay | None:
+def read(given: ComputeTime | str | None) -> ComputeTime | None:
     """Return compute times that may have been given as text."""
     return parse(given) if isinstance(given, str) else given
 
 
-def look(given: Delay | str) -> Iterator[Problem]:
-    """Yield the problems of delays as they were given."""
+_ARGUMENT = "cluster.compute_time"
+
+
+def problems_of(given: ComputeTime | str) -> Iterator[Problem]:
+    """Yield the problems of compute times as they were given."""
     try:
-        delay = parse(given) if isinstance(given, str) else given
+        found = read(given)
     except ValueError as error:
-        yield Problem("cluster.compute_time", given, str(error))
+        yield Problem(_ARGUMENT, given, str(error))
         return
-    if isinstance(delay, Delay):
-        yield from problems(delay)
+    if isinstance(found, ComputeTime):
+        yield from _undrawable(found)
     else:
-        yield Problem(
-            "cluster.compute_time", delay, 'must be a distribution such as LogNormal(0.05, 0.3) or "lognormal:0.05,0.3"'
-        )
+        yield Problem(_ARGUMENT, found, 'must be a distribution such as LogNormal(0.05, 0.3) or "lognormal:0.05,0.3"')
+
+
+def _undrawable(given: ComputeTime) -> Iterator[Problem]:
+    """Yield a problem for every value from which no duration can be drawn."""
+    for name, value in vars(given).items():
+        if isinstance(value, ComputeTime):
+            yield from _undrawable(value)
+        elif isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+            yield Problem(f"{_ARGUMENT}.{name}", value, "must be a finite number of at least 0")
+    if isinstance(given, Slow) and not given.factor > 0:
+        yield Problem(f"{_ARGUMENT}.factor", given.factor, "must be above 0: how many times as long slow workers take")
+    if isinstance(given, Pareto) and given.alpha < 0.1:
+        yield Problem(f"{_ARGUMENT}.alpha", given.alpha, "must be at least 0.1: with less, some steps would never end")
+    for name in ("begin", "end", "probability"):
+        if getattr(given, name, 0) > 1:
+            yield Problem(f"{_ARGUMENT}.{name}", getattr(given, name), "is a probability: at most 1")
+    if isinstance(given, RecordedTimes):
+        wrong = [t for own in given.times for t in own if not (t >= 0 and math.isfinite(t))]
+        if not (given.times and all(given.times)):
+            yield Problem(f"{_ARGUMENT}.times", given.times, "needs at least one duration per worker")
+        elif wrong:
+            yield Problem(f"{_ARGUMENT}.times", wrong[0], "must be finite numbers of at least 0")
 
 
 Sampler = Callable[[int], float]
 
 
-def sampler(delay: Delay, seed: int, worker: int) -> Sampler:
+def sampler(compute_time: ComputeTime, seed: int, worker: int) -> Sampler:
     """Return a function from the step to one worker's duration."""
     apart = fold(seed, 7)  # independent of all other draws with this seed
-    return lambda step: delay.seconds(apart, worker, step)
+    return lambda step: compute_time.seconds(apart, worker, step)

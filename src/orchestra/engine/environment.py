@@ -24,7 +24,7 @@ def launched() -> bool:
 
 # What this process was told of its rank: data may have been divided by it. By rank, which a process may change.
 _kept: set[tuple[str | None, ...]] = set()
-_told: dict[tuple[str | None, ...], set[int]] = {}
+_worker_counts: dict[tuple[str | None, ...], set[int]] = {}
 
 
 def _here() -> tuple[str | None, ...]:
@@ -43,12 +43,12 @@ def keeps_order() -> bool:
 
 def record_worker_count(count: int) -> None:
     """Remember a number of workers that the user's program was told."""
-    _told.setdefault(_here(), set()).add(count)
+    _worker_counts.setdefault(_here(), set()).add(count)
 
 
 def recorded_worker_counts() -> set[int]:
     """Return the numbers of workers that the user's program was told."""
-    return _told.get(_here(), set())
+    return _worker_counts.get(_here(), set())
 
 
 def half_set() -> list[Problem]:

@@ -59,7 +59,7 @@ def run_node(
         if spec.checkpoint is not None:
             node_loop.restore(runtime, checkpoint.read_tree(spec.checkpoint / checkpoint.part_name(rank)))
             if isinstance(paced, Delayed):
-                paced.step = node.steps  # the delays go on where they were
+                paced.step = node.steps  # the compute times go on where they were
         checkpointer = NodeCheckpointer(runtime, control, transport, log)
         _settle_memory()
         tell({"kind": "ready", "node": rank})

@@ -27,12 +27,12 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class ActiveOverrides:
-    """The changes in force, the number of calls of `prepare` that used them, and what those calls made."""
+    """The changes in force, and the number and the handles of the loops that were prepared with them."""
 
     changes: Mapping[str, Change]
     loops: int = 0
     captures: bool = False  # raise `Reached` with the arguments instead of carrying out a call
-    handles: list[Any] = field(default_factory=list)  # of the loops
+    handles: list[Any] = field(default_factory=list)
 
 
 class Reached(BaseException):
@@ -56,9 +56,15 @@ def current() -> dict[str, Change]:
 
 
 @contextmanager
-def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[ActiveOverrides]:
-    """Put changes in force for every `train` and `prepare` called inside; or have the first call raise `Reached`."""
-    token = _use.set(use := ActiveOverrides(changes, captures=captures))
+def using(
+    changes: Mapping[str, Change], *, handles: list[Any] | None = None, captures: bool = False
+) -> Iterator[ActiveOverrides]:
+    """Put changes in force for every `train` and `prepare` called inside; or have the first call raise `Reached`.
+
+    The handles of the loops that are prepared inside are appended to `handles`.
+    """
+    use = ActiveOverrides(changes, captures=captures, handles=[] if handles is None else handles)
+    token = _use.set(use)
     try:
         yield use
     finally:

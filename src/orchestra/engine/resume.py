@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from orchestra.engine.snapshot import FINAL, MODEL, numbered
 from orchestra.engine.spec import RunSpec
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import events, files
-from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
+from orchestra.runs.budget import Epochs, Seconds, Steps, Target
 from orchestra.runs.events import Event, encode, read
 from orchestra.runs.facts import Facts, facts_of, scores_of
 
@@ -78,8 +79,10 @@ def _require_same_run(path: Path, before: dict[str, Any], about: dict[str, Any],
 def left_by(folder: Path) -> tuple[dict[str, Any], Facts]:
     """Return the configuration and the facts of a complete run."""
     try:
-        config = dict(files.read_json(folder / "config.json"))
-        return config, facts_of(folder)
+        config, facts = dict(files.read_json(folder / "config.json")), facts_of(folder)
+        if not 0 <= facts.seconds < math.inf:
+            raise ValueError(f"it took {facts.seconds} s")
+        return config, facts
     except (OSError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise damaged(folder, error) from None
 
@@ -108,8 +111,8 @@ def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSp
     _require_same_run(folder / "config.json", config, about, runner)
     figures = "".join(f", {name} {value:.4g}" for name, value in facts.metrics.items())
     timed = facts.stopped_by == "seconds"
-    more = _more(spec.budget, facts.steps, facts.seconds, spec.steps_per_epoch, timed=timed)
-    print(f"{folder} is complete: {facts.made}{figures}. Nothing is trained; {more} would go on.", file=sys.stderr)
+    more = larger(budgets.parts(spec.budget), facts.steps, facts.seconds, spec.steps_per_epoch, timed=timed)
+    print(f"{folder} is complete: {facts.made}{figures}. Nothing is trained; {_go_on(more)}.", file=sys.stderr)
     return facts
 
 
@@ -156,9 +159,8 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
         return
-    message = (
-        f"nothing left to do: {why}; {_more(spec.budget, step, done, spec.steps_per_epoch, timed=timed)} would go on"
-    )
+    more = larger(budgets.parts(spec.budget), step, done, spec.steps_per_epoch, timed=timed)
+    message = f"nothing left to do: {why}; {_go_on(more)}"
     if spent or ended is not None:
         raise ConfigError([Problem("budget", budgets.words(budget_of(spec)), message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
@@ -170,19 +172,31 @@ def remember(folder: Path, **now: Any) -> None:
     checkpoint.write_text(path, json.dumps(files.read_json(path) | now, indent=1))
 
 
-def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None, *, timed: bool) -> str:
-    """Return a budget of the same kind that is not spent, as text: seconds first if those ran out."""
-    for part in sorted(budgets.parts(budget), key=lambda part: isinstance(part, Seconds) is not timed):
-        match part:
-            case Epochs(count) if steps_per_epoch:
-                more = math.ceil(step / steps_per_epoch) + math.ceil(count)
-                return f"--epochs {more}, or budget=Epochs({more}),"
-            case Steps(count):
-                return f"--steps {step + count}, or budget=Steps({step + count}),"
-            case Seconds(count):
-                more = math.ceil(done + count)
-                return f"--seconds {more}, or budget=Seconds({more}),"
-    return "a larger budget"
+def larger(
+    parts: Iterable[object], steps: int, seconds: float, steps_per_epoch: int | None, *, timed: bool
+) -> Epochs | Steps | Seconds | None:
+    """Return a budget that goes on after so many steps and seconds; None if no part of the budget is of these kinds.
+
+    `timed`: the seconds ran out, so that more of them are needed. Without `steps_per_epoch` all epochs count as done.
+    """
+    limits = [part for part in parts if isinstance(part, Epochs | Steps | Seconds)]
+    ran_out = [part for part in limits if isinstance(part, Seconds) == timed]
+    match next(iter(ran_out or limits), None):
+        case Epochs(count):
+            done = math.ceil(steps / steps_per_epoch if steps_per_epoch else count)
+            return Epochs(done + math.ceil(count))
+        case Steps(count):
+            return Steps(steps + count)
+        case Seconds(count):
+            return Seconds(math.ceil(seconds + count))
+    return None
+
+
+def _go_on(more: Epochs | Steps | Seconds | None) -> str:
+    if more is None:
+        return "a larger budget would go on"
+    name = type(more).__name__
+    return f"--{name.lower()} {more.count}, or budget={name}({more.count}), would go on"
 
 
 def _is_of(saved: Checkpoint, event: Event) -> bool:

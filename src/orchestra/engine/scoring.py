@@ -244,6 +244,8 @@ class Scorer:
         A thread that still computes with torch when the interpreter ends would abort the whole process.
         """
         with self._recording:  # a score that is being written is written whole
+            if not thread.is_alive():  # another thread may have its number by now
+                return
             number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_ScoringStopped)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 

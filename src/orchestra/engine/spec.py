@@ -19,7 +19,7 @@ from orchestra.data import samples
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.data.random_state import seed_everything
-from orchestra.engine.compute_times import Delay
+from orchestra.engine.compute_times import ComputeTime
 from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.runs.budget import Budget, Epochs, Steps
 from orchestra.runs.status import RunStatus
@@ -77,9 +77,7 @@ class RunSpec(TrainArguments):
     workers: int
     device: str  # "cpu" or "cuda"
     one_memory: bool = False  # workers can share one x
-    uses_torch_collectives: bool = (
-        False  # torch.distributed does the all-reduces, and every worker updates the whole of x
-    )
+    uses_torch_collectives: bool = False  # for all-reduces; then every worker updates the whole of x
     run: Path = Path()  # the run folder
     launch: str = ""  # different whenever the run is started or resumed
     last_step: int | None = None  # of each worker; None if a clock, a score or the end of a stream decides
@@ -94,7 +92,7 @@ class RunSpec(TrainArguments):
     layerwise: bool  # the optimizer must see whole layers
     checkpoint: Path | None = None  # a verified checkpoint to go on from
     threads: int
-    compute_time: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
+    compute_time: ComputeTime | None = None  # how long workers take for a mini-batch; None: as long as it takes
 
     def for_nodes(self) -> RunSpec:
         """Return the settings without those that only the caller's process uses; some of them cannot be pickled."""

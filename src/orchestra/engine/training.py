@@ -218,8 +218,8 @@ class Training:
     def _cautions(self, spec: RunSpec) -> Iterator[str | None]:
         yield warnings.about_shards(spec.shards, spec.partition)
         optimizer = spec.optimizer(list(trainable(self.module).values()))
-        note = self.given.note  # a comparison has no option --momentum
-        typed = "recipe" in note and "race" not in note
+        note = self.given.note
+        typed = "recipe" in note and "race" not in note and not self.given.resume  # only run and sim have --momentum
         yield warnings.about_momentum(spec.strategy, optimizer, spec.workers, options=typed)
 
     def _how_to_resume(self) -> str:

@@ -28,15 +28,17 @@ _NAMED = 8  # workers without samples that are named
 _LARGE = 0.9  # momentum
 _said: set[str] = set()  # by this process
 _silent: ContextVar[bool] = ContextVar("orchestra-silent", default=False)
+_once: ContextVar[bool] = ContextVar("orchestra-once", default=False)
+_momentum_tuned: ContextVar[bool] = ContextVar("orchestra-momentum-tuned", default=False)
 
 
 def say(*warnings: str | None) -> list[str]:
     """Print the warnings that are not None to standard error, and return them."""
     found = [warning for warning in warnings if warning is not None]
-    if not _silent.get():
-        _said.update(found)
     for warning in () if _silent.get() else found:
-        print(f"warning: {warning}", file=sys.stderr)
+        if not (_once.get() and was_said(warning)):
+            print(f"warning: {warning}", file=sys.stderr)
+            _said.add(warning)
     return found
 
 
@@ -47,12 +49,23 @@ def was_said(warning: str) -> bool:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Print no warnings inside, and do not warn about momentum: a search has tried momentum 0, which was no better."""
+    """Print no warnings inside."""
     token = _silent.set(True)
     try:
         yield
     finally:
         _silent.reset(token)
+
+
+@contextmanager
+def once(*, momentum_tuned: bool) -> Iterator[None]:
+    """Print no warning a second time. If momentum was tuned, do not warn about it: momentum 0 was tried as well."""
+    tokens = _once.set(True), _momentum_tuned.set(momentum_tuned)
+    try:
+        yield
+    finally:
+        _once.reset(tokens[0])
+        _momentum_tuned.reset(tokens[1])
 
 
 def about_shards(shards: Sequence[int] | None, partition: Partition | None) -> str | None:
@@ -84,7 +97,7 @@ def about_momentum(
     The two together swing with hardly any damping, until noise throws the model out: see `StrategySwitch`. Without
     momentum and with γ/(1 − μ), divided by N where each gradient is an update, x moves as far and the swing is damped.
     """
-    for group in optimizer.param_groups if workers > 1 and not _silent.get() else ():
+    for group in optimizer.param_groups if workers > 1 and not _momentum_tuned.get() else ():
         for part, momentum, given in _phases(strategy, group.get("momentum") or 0.0, workers):
             if part.layout.updates.stale and momentum >= _LARGE:
                 rate = group["lr"] / (1 - momentum) / part.layout.updates.per_round_of(workers)

@@ -12,7 +12,8 @@ from itertools import takewhile
 from typing import Any
 
 from orchestra.runs import reading
-from orchestra.runs.reading import RunRecord, budget_of
+from orchestra.runs.budget import words
+from orchestra.runs.reading import RunRecord, own_budget
 
 # Not a condition: what is compared, chance, and the folder in which the command was typed.
 _IDENTITY = ("strategy", "servers", "seed", "version of the working directory")
@@ -27,12 +28,13 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     race = run.note.get("race")
     # A run of `Solo` has the straggler of its comparison as a condition, and may have another machine itself.
     slow = (race.get("straggler") if isinstance(race, dict) else None) or options.get("straggler")
+    budget = own_budget(run.config)
     versions = versions if isinstance(versions, dict) else {}
     chosen: dict[str, Any] = {
         "strategy": config["strategy"],
         "recipe": run.note.get("recipe"),
         **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
-        "budget": budget_of(run.config),
+        "budget": None if budget is None else words(budget),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": cluster.get("network") or options.get("network"),
         "compute time": _compute_time(options) or (None if slow else _compute_time(cluster)),
@@ -85,16 +87,21 @@ def _is_varied(name: str, all_settings: Sequence[dict[str, str]]) -> bool:
 
 
 def shortened(texts: Sequence[str]) -> list[str]:
-    """Return the words in which texts differ.
+    """Return the pieces in which texts differ.
 
     >>> shortened(["constant:0.05 slow:1x1", "constant:0.05 slow:1x5"])
     ['slow:1x1', 'slow:1x5']
+    >>> shortened(["4 epochs or 2 seconds", "4 epochs or 3 seconds"]), shortened(["1 epoch or 2 steps", "1 epoch"])
+    (['2 seconds', '3 seconds'], ['1 epoch or 2 steps', '1 epoch'])
+    >>> shortened(["4 epochs or accuracy=0.9", "8 epochs or accuracy=0.9"])
+    ['4 epochs', '8 epochs']
     """
-    words = [re.findall(r"[^\s,]+,?", text) for text in texts]
-    front = len([*takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))])
-    left = [found[front:] for found in words]
+    # A number stays with its noun, and a separator with what is before it.
+    pieces = [re.findall(r"(?:[\d.]+ (?=[a-z]))?[^\s,]+(?:,| or\b)?", text) for text in texts]
+    front = len([*takewhile(lambda column: len(set(column)) == 1, zip(*pieces, strict=False))])
+    left = [found[front:] for found in pieces]
     back = len([*takewhile(lambda column: len(set(column)) == 1, zip(*(found[::-1] for found in left), strict=False))])
-    cut = [" ".join(found[: len(found) - back]).strip(" ,") for found in left]
+    cut = [" ".join(found[: len(found) - back]).strip(" ,").removesuffix(" or") for found in left]
     return [short or text for short, text in zip(cut, texts, strict=True)]
 
 
@@ -128,9 +135,9 @@ def commands(runs: Sequence[RunRecord]) -> list[str]:
 def _command_above(run: RunRecord) -> str | None:
     """Return the command of a comparison (two folders above its runs) or of a sweep (three)."""
     for folder in run.path.resolve().parents[1:3]:
-        words = reading.object_in(folder / "command.json").get("command")
-        if isinstance(words, list):
-            return shlex.join(map(str, words))
+        command = reading.object_in(folder / "command.json").get("command")
+        if isinstance(command, list):
+            return shlex.join(map(str, command))
     return None
 
 
@@ -138,12 +145,12 @@ def _one(run: RunRecord) -> str | None:
     if "recipe" not in run.note:
         return None
     verb = "sim" if run.options.get("sim") else "run"
-    words = ["orchestra", verb, str(run.note["recipe"]), *_flags(run.options)]
+    command = ["orchestra", verb, str(run.note["recipe"]), *_flags(run.options)]
     if run.config["cluster"].get("kind") == "attached":
         nodes = run.facts.workers + run.facts.servers
-        words = ["torchrun", "--standalone", "--nproc-per-node", str(nodes), "-m", *words]
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(nodes), "-m", *command]
     args = run.note.get("args")
-    return shlex.join([*words, "--", *map(str, args)] if isinstance(args, list) and args else words)
+    return shlex.join([*command, "--", *map(str, args)] if isinstance(args, list) and args else command)
 
 
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:

@@ -284,12 +284,11 @@ class _Standings:
         """Return caveats that hold for one condition and for several."""
         missed = sorted(name for name in self.names if not always(self.of(name)))
         some = 0 < len(missed) < len(self.names)  # if all missed it, the sentence says that
-        counts = [(name, self.of(name)) for name in missed]
-        told = [
-            f"{sum(m.seconds is not None for m in marks)} of {plural(len(marks), 'run')} of {name}"
-            for name, marks in counts
+        reached = [
+            f"{sum(m.seconds is not None for m in self.of(name))} of {plural(len(self.of(name)), 'run')} of {name}"
+            for name in missed
         ]
-        found = [f"The target was reached in only {listed(told)}."] if some else []
+        found = [f"The target was reached in only {listed(reached)}."] if some else []
         if len({m.seed for m in self.marks}) == 1:
             found.append("One seed only: small differences may be chance. Use more seeds to find out.")
         return found

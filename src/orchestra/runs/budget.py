@@ -69,6 +69,8 @@ class FirstOf:
 
 Budget = Steps | Epochs | Samples | Seconds | Target | FirstOf
 
+_MOST = 1e15  # steps, epochs, samples or seconds, in texts that may be damaged
+
 
 def parts(budget: object) -> tuple[_Part, ...]:
     """Return the single budgets that a budget consists of."""
@@ -78,18 +80,50 @@ def parts(budget: object) -> tuple[_Part, ...]:
 
 
 def words(texts: Iterable[str]) -> str:
-    """Return a budget in words, from the texts that a run keeps of it.
+    """Return a budget in words, from the texts that a run keeps of it; texts of another kind stay as they are.
 
-    >>> words(["epochs=4.0", "seconds=1.5"]), words(["steps=1", "target=accuracy:0.9"])
-    ('4 epochs or 1.5 seconds', '1 step or accuracy=0.9')
+    >>> words(["epochs=4.0", "seconds=1.5"]), words(["steps=1", "target=accuracy:0.9"]), words(["epochs=x"])
+    ('4 epochs or 1.5 seconds', '1 step or accuracy=0.9', 'epochs=x')
     """
-    found = []
+    return " or ".join(map(_words, texts))
+
+
+def _words(text: str) -> str:
+    kind, _, value = text.partition("=")
+    if kind == "target":
+        return value.replace(":", "=")
+    try:
+        count = f"{float(value):.12g}"
+    except ValueError:
+        return text
+    return f"{count} {kind.removesuffix('s') if count == '1' else kind}"
+
+
+def read(texts: Iterable[str]) -> Iterator[_Part]:
+    """Yield the parts of a budget from the texts that a run keeps of it; texts that make no sense are left out.
+
+    >>> [*read(["epochs=4.0", "steps=9", "target=accuracy:0.9", "epochs=x", "seconds=nan"])]
+    [Epochs(count=4.0), Steps(count=9), Target(metric='accuracy', value=0.9)]
+    """
     for text in texts:
         kind, _, value = text.partition("=")
-        known = kind != "target" and kind.endswith("s")
-        count = f"{float(value):.12g}" if known else value.replace(":", "=")
-        found.append(f"{count} {kind[:-1] if count == '1' else kind}" if known else count)
-    return " or ".join(found)
+        metric, _, number = value.rpartition(":") if kind == "target" else ("", "", value)
+        try:
+            count = float(number)
+        except ValueError:
+            continue
+        if kind == "target":
+            yield Target(metric, count)
+        elif 0 < count < _MOST:
+            match kind:
+                case "steps":
+                    yield Steps(int(count))
+                case "epochs":
+                    yield Epochs(count)
+                case "samples":
+                    yield Samples(int(count))
+                case "seconds":
+                    yield Seconds(count)
 
 
 def problems_of(budget: object) -> Iterator[Problem]:

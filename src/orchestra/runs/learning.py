@@ -2,8 +2,8 @@
 """Whether a run learned anything: from its training loss, and from its accuracy where chance level is known.
 
     unknown   no losses
-    no        in fewer than 50 steps of a worker, three quarters of the last losses are at least twice the initial one
-    unknown   fewer than 50 steps of a worker
+    unknown   fewer than 50 steps of a worker, unless the run diverged: of the last three losses of each worker, or of
+              those of the last quarter, three quarters are at least twice the initial one
     no        a score of the initial model was finite and that of the final one is not
     no        the accuracy is at chance level
     yes       the accuracy is more than half way from chance level to 1
@@ -31,6 +31,7 @@ from orchestra.runs.events import Scored, Stepped
 
 FEWEST = 50  # steps of a worker; of shorter runs, only those that diverged are judged
 _DIVERGED = 2  # times the initial loss, in a short run
+_LAST = 3  # losses of each worker, at least, by which a short run is judged
 _ROSE = 1.1  # times the initial loss
 _BALANCED = 1.25  # largest class, as a multiple of an equal share
 _COUNTED = 1000  # at most so many samples count when the noise of guessing is estimated: test sets may be small
@@ -69,7 +70,7 @@ def judge(stepped: Sequence[Stepped], scores: Sequence[Scored], labels: Any, *, 
     last = sorted(loss for losses in by_node.values() for loss in losses[-max(1, len(losses) // 10) :])
     guess, accuracies = chance(labels), [s.metrics["accuracy"] for s in scores if _is_number(s, "accuracy")]
     once = guess is not None and any(_is_good(accuracy, guess) for accuracy in accuracies)
-    if steps < FEWEST and (initial <= 0 or last[len(last) // 4] < _DIVERGED * initial):
+    if steps < FEWEST and not _diverged([*by_node.values()], initial):
         return Learning()
     if (why := _by_score(scores, guess)) is None:
         if guess is not None and accuracies and _is_good(accuracies[-1], guess):
@@ -80,6 +81,11 @@ def judge(stepped: Sequence[Stepped], scores: Sequence[Scored], labels: Any, *, 
     small = max(loss for losses in by_node.values() for loss in losses) <= _ROSE * initial
     suspect, remedy = _suspicion(small=small and not once, stale=stale)
     return Learning(False, f"{'collapsed' if once else 'did not learn'} ({suspect}?)", f"{why}. {remedy}")
+
+
+def _diverged(workers: Sequence[Sequence[float]], initial: float) -> bool:
+    last = sorted(loss for losses in workers for loss in losses[1:][-max(_LAST, len(losses) // 4) :])
+    return len(last) >= _LAST * len(workers) and 0 < _DIVERGED * initial <= last[len(last) // 4]
 
 
 def _is_good(accuracy: float, guess: float) -> bool:

@@ -140,7 +140,7 @@ def _title(now: RunStatus) -> str:
 
 
 class Screen(Protocol):
-    """A way to display pictures."""
+    """Shows the progress of a run: redrawn lines on a terminal, or one line now and then."""
 
     delay: float  # seconds before the first picture
     every: float  # seconds between two pictures
@@ -286,14 +286,12 @@ def _append_shares(text: Text, node: NodeLine, width: int) -> None:
 class Display:
     """The object for `train(progress=...)`: called with every `RunStatus`, closed when the run is over.
 
-    It also keeps the folders of the runs it saw, and the loops of a script, so that the command line finds what a
-    script has trained.
+    It also keeps the folders of the runs it saw, so that the command line finds what a script has trained.
     """
 
-    def __init__(self, view: Screen | None, *, title: str = "", seconds: float | None = None) -> None:
+    def __init__(self, screen: Screen | None, *, title: str = "", seconds: float | None = None) -> None:
         self.runs: list[Path] = []
-        self.loops: list[Any] = []  # handles of loops that a script prepared
-        self._view = view
+        self._screen = screen
         self._observer = Observer(title, seconds)
         self._next: float | None = None
         self._unseen: RunStatus | None = None
@@ -303,35 +301,35 @@ class Display:
         """Show the run if a redraw is due."""
         if not self.runs or self.runs[-1] != now.run:
             self.runs.append(now.run)
-        if self._view is None or not now.begun:
+        if self._screen is None or not now.begun:
             return
         clock = time.monotonic()
         if self._next is None:
-            self._next = clock + self._view.delay
+            self._next = clock + self._screen.delay
         self._unseen = now
         if clock >= self._next:
             self._unseen = None
-            self._view.show(self._observer.look(now))
+            self._screen.show(self._observer.look(now))
             # Counted from the end of the drawing, so that a slow terminal does not slow the run down.
-            self._next = time.monotonic() + self._view.every
+            self._next = time.monotonic() + self._screen.every
 
     def count(self, what: str, done: int, of: int) -> None:
         """Show how many of something are done, but only after a second: a short task needs no display."""
         clock = time.monotonic()
         if done == 0:
             self._due = clock + _QUICK
-        if self._view is not None and clock >= self._due:
+        if self._screen is not None and clock >= self._due:
             filled = round(_BAR * done / max(1, of))
-            self._view.tell(f"{what}  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
-            self._due = time.monotonic() + self._view.every
+            self._screen.tell(f"{what}  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
+            self._due = time.monotonic() + self._screen.every
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self._view is not None:
-            if self._view.finale and self._unseen is not None:
-                self._view.show(self._observer.look(self._unseen))
+        if self._screen is not None:
+            if self._screen.finale and self._unseen is not None:
+                self._screen.show(self._observer.look(self._unseen))
             self._unseen = None
-            self._view.close()
+            self._screen.close()
 
     def __enter__(self) -> Self:
         return self

@@ -144,6 +144,15 @@ def config_of(path: Path) -> dict[str, Any]:
     return config | {"cluster": _mapping(config.get("cluster")), "note": _mapping(config.get("note"))}
 
 
+def own_budget(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the budget without the time limit of a comparison, which follows from the speed of the other runs."""
+    budget = config.get("budget")
+    if not isinstance(budget, list):
+        return None
+    limited = _mapping(config.get("note")).get("patience") is not None
+    return [text for text in map(str, budget) if not (limited and text.startswith("seconds="))]
+
+
 def object_in(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file does not hold one."""
     try:
@@ -236,11 +245,3 @@ def visible(text: str) -> str:
 def _visible(character: str) -> str:
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
     return f"\\u{ord(character):04x}" if hidden else character
-
-
-def budget_of(config: Mapping[str, Any]) -> Any:
-    """Return the budget without the time limit of a comparison, which follows from the speed of the other runs."""
-    budget = config.get("budget")
-    if _mapping(config.get("note")).get("patience") is None or not isinstance(budget, list):
-        return budget
-    return [part for part in budget if not str(part).startswith("seconds=")]

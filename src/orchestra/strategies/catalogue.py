@@ -50,8 +50,8 @@ class Row:
     other_names: Mapping[str, str] = field(
         default_factory=dict
     )  # names from elsewhere: how what they mean there differs
-    search_space: tuple[str, ...] = ()  # variants that `orchestra recommend` tries
-    search: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values to try, the usual one first
+    search_space: tuple[str, ...] = ()  # variants that orchestra recommend compares
+    tuned_option: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values to try, the usual one first
     must_log: str | None = None  # a run that never logs this figure never used the strategy's feature
     examples: tuple[str, ...] = ()  # more instances for the tests of the laws, besides one for each value of an option
     alone: Mapping[str, Any] = field(default_factory=dict)  # options with which one worker is plain training
@@ -95,7 +95,7 @@ ROWS = (
         traffic=easgd.traffic,
         formula="S every τ steps, once more at the end",
         search_space=("easgd",),
-        search=("tau", (10, 40)),
+        tuned_option=("tau", (10, 40)),
         alone={"tau": 1000, "alpha": 1.0},  # the centre moves only at the end, all the way to the worker
     ),
     Row(strategy=Hogwild, traffic=hogwild.traffic, formula="0"),
@@ -111,7 +111,7 @@ ROWS = (
             "--partition dirichlet:0.5."
         },
         search_space=("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)"),
-        search=("tau", (16, 4, 64)),
+        tuned_option=("tau", (16, 4, 64)),
     ),
     Row(
         strategy=ParameterServer,
@@ -142,7 +142,7 @@ ROWS = (
         traffic=slowmo.traffic,
         formula=f"{_AVERAGE} every τ steps, and what the base sends",
         search_space=("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)"),
-        search=("tau", (16, 4, 64)),
+        tuned_option=("tau", (16, 4, 64)),
         examples=("slowmo(tau=2, base=allreduce)", "slowmo(tau=4, base=localsgd(tau=2))"),
         alone={"alpha": 1.0, "beta": 0.0, "buffers": "maintain"},
     ),
@@ -169,7 +169,7 @@ ROWS = (
         traffic=sync_easgd.traffic,
         formula=f"{_AVERAGE} every τ steps, once more at the end",
         search_space=("synceasgd",),
-        search=("tau", (10, 4, 40)),
+        tuned_option=("tau", (10, 4, 40)),
         examples=("synceasgd(tau=1, alpha=0.4)",),
         alone={"alpha": 0.0, "beta": 1.0},
     ),

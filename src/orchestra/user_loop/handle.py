@@ -55,6 +55,7 @@ class LoopHandle:
         self._report = WorkerReport(peers.send_to_coordinator) if self.workers > 1 else None
         self._scores = LoopScores(peers, folder.path, self.rank)
         self._ended: float | None = None  # when this worker's training did
+        self._complete = False  # whether `finish` has returned
         self._exit = Exit(peers, self.finish, self._how_far, self._loop_failed)
 
     @property
@@ -149,8 +150,9 @@ class LoopHandle:
 
     def outcome(self) -> LoopOutcome | None:
         """Return what this worker knows of the run; None before its end."""
-        ended = self._ended
-        return None if ended is None else LoopOutcome.of(self._runtime, ended, self._scores.last, self._folder.path)
+        if not self._complete or (ended := self._ended) is None:
+            return None
+        return LoopOutcome.of(self._runtime, ended, self._scores.last, self._folder.path)
 
     def _how_far(self) -> str:
         """Return how far an interrupted loop got, and how to continue it."""
@@ -202,6 +204,7 @@ class LoopHandle:
         self._part_from_script()
         self._peers.part()
         EARLIER.finish(runtime.spec.strategy)
+        self._complete = True
 
     def _require_steps(self) -> None:
         """Raise if no worker did a step, so that the strategy trained nothing.

@@ -131,7 +131,7 @@ def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
 
 
 def _round_trip(sock: socket.socket, *, first: bool) -> float:
-    """Measure the latency, at first from one end and then from the other."""
+    """Measure the latency, first from one end and then from the other."""
     took = []
     for turn in (first, not first):
         for _ in range(_TIMES):

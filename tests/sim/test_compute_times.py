@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestra.engine.compute_times import (
+    ComputeTime,
     ConstantTime,
-    Delay,
     LogNormal,
     Markov,
     Pareto,
@@ -26,28 +26,28 @@ from orchestra.worlds.simulated.networks import Host, Network
 from orchestra.worlds.simulated.networks import parse as parse_network
 
 COUNT = 20_000
-DELAYS = ["constant:0.05", "exponential:0.05,0.02", "pareto:0.05,3", "lognormal:0.05,0.3", "markov:0.05,5,0.02,0.2"]
+KINDS = ["constant:0.05", "exponential:0.05,0.02", "pareto:0.05,3", "lognormal:0.05,0.3", "markov:0.05,5,0.02,0.2"]
 
 
-@pytest.mark.parametrize("text", [*DELAYS, "lognormal:0.05,0.3 pause:0.01,2"])
+@pytest.mark.parametrize("text", [*KINDS, "lognormal:0.05,0.3 pause:0.01,2"])
 def test_the_mean_of_draws_is_that_of_the_distribution(text: str) -> None:
-    delay = parse(text)
-    draw = sampler(delay, 0, 3)
+    compute_time = parse(text)
+    draw = sampler(compute_time, 0, 3)
     times = [draw(step) for step in range(COUNT)]
     spread = statistics.stdev(times) / math.sqrt(COUNT)
-    correlated = 5 if isinstance(delay, Markov) else 1
-    assert abs(statistics.fmean(times) - delay.mean()) < 4 * correlated * spread + 1e-12
+    correlated = 5 if isinstance(compute_time, Markov) else 1
+    assert abs(statistics.fmean(times) - compute_time.mean()) < 4 * correlated * spread + 1e-12
 
 
-@pytest.mark.parametrize("text", DELAYS)
+@pytest.mark.parametrize("text", KINDS)
 def test_a_duration_belongs_to_seed_worker_and_step(text: str) -> None:
-    delay, again = parse(text), parse(text)
-    times = [delay.seconds(1, 2, step) for step in range(50)]
+    compute_time, again = parse(text), parse(text)
+    times = [compute_time.seconds(1, 2, step) for step in range(50)]
     assert [again.seconds(1, 2, step) for step in reversed(range(50))] == times[::-1]
-    if not isinstance(delay, ConstantTime):
-        long = [delay.seconds(1, 2, step) for step in range(500)]
-        assert long != [delay.seconds(2, 2, step) for step in range(500)]
-        assert long != [delay.seconds(1, 3, step) for step in range(500)]
+    if not isinstance(compute_time, ConstantTime):
+        long = [compute_time.seconds(1, 2, step) for step in range(500)]
+        assert long != [compute_time.seconds(2, 2, step) for step in range(500)]
+        assert long != [compute_time.seconds(1, 3, step) for step in range(500)]
 
 
 def test_tails_of_pareto_and_lognormal() -> None:
@@ -59,22 +59,22 @@ def test_tails_of_pareto_and_lognormal() -> None:
 
 
 def test_bad_times_come_in_a_row() -> None:
-    delay = Markov(1.0, 10.0, 0.05, 0.1)
-    slow = [delay.seconds(0, 0, step) > 1 for step in range(COUNT)]
+    compute_time = Markov(1.0, 10.0, 0.05, 0.1)
+    slow = [compute_time.seconds(0, 0, step) > 1 for step in range(COUNT)]
     after_slow = [now for before, now in pairwise(slow) if before]
     assert sum(after_slow) / len(after_slow) == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.parametrize(
-    ("text", "delay"),
+    ("text", "compute_time"),
     [
         ("constant:0.1", ConstantTime(0.1)),
         ("constant:0.1 slow:2x4", Slow(ConstantTime(0.1), 2, 4.0)),
         ("constant:0.1;pause:0.5,3", Pause(ConstantTime(0.1), 0.5, 3.0)),
     ],
 )
-def test_read(text: str, delay: Delay) -> None:
-    assert parse(text) == delay
+def test_read(text: str, compute_time: ComputeTime) -> None:
+    assert parse(text) == compute_time
 
 
 def test_slow_workers_and_recorded_times() -> None:
@@ -122,8 +122,8 @@ def test_files_that_hold_no_hosts_are_refused(text: str, said: str, tmp_path: Pa
 
 
 def test_constants_by_host() -> None:
-    delay = parse("constant:0.05,0.1")
-    assert [delay.seconds(0, worker, 7) for worker in range(4)] == [0.05, 0.1, 0.05, 0.1]
+    compute_time = parse("constant:0.05,0.1")
+    assert [compute_time.seconds(0, worker, 7) for worker in range(4)] == [0.05, 0.1, 0.05, 0.1]
 
 
 def test_units() -> None:
