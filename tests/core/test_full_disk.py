@@ -116,7 +116,7 @@ def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
 
 def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None:
     """The model cannot be written at first; at the second attempt it can."""
-    failed, caller = tmp_path / "failed", os.getpid()
+    failed, written, caller = tmp_path / "failed", tmp_path / "written", os.getpid()
 
     def noting() -> nn.Module:
         """In a worker: note that an attempt to write the model failed, and make room."""
@@ -126,12 +126,15 @@ def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None
 
         def noted(write: Callable[[], Any]) -> Any:
             def attempt() -> Any:
+                again = failed.exists()
                 try:
-                    return write()
+                    write()
                 except OSError:
                     failed.touch()
                     (disk / "filler").write_bytes(b"")
                     raise
+                if again:
+                    written.touch()
 
             return trying_again(attempt)
 
@@ -141,6 +144,7 @@ def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None
     model = trapped(Trap.at(0, 6, partial(fill_once_saved, disk), size=2), model=noting)
     result = train(AllReduce(), disk / "run", model=model, workers=2, **BUDGET)
     assert failed.exists()
+    assert written.exists()
     assert result.summary.steps == 20
     assert (disk / "run" / "model.safetensors").exists()
 

@@ -159,7 +159,7 @@ def test_farewells_end_a_receive() -> None:
 
 def test_a_sender_far_ahead_waits() -> None:
     """Messages that the receiver has not asked for do not fill its memory."""
-    with nodes(2, patience=1.0) as (a, _):
+    with nodes(3, patience=1.0) as (a, b, _):
         x, sent = torch.zeros(1_000_000), 0
 
         def send_all() -> None:
@@ -168,8 +168,15 @@ def test_a_sender_far_ahead_waits() -> None:
                 a.send(Send(1, x)).wait()
                 sent += 1
 
-        with pytest.raises(Stalled, match="worker 1"):
-            send_all()
+        def sender() -> None:
+            with pytest.raises(Stalled, match="worker 1"):
+                send_all()
+
+        def receiver() -> None:
+            with pytest.raises(Stalled, match="worker 2"):  # it reads what comes, and asks for another's
+                recv(b, 2, Group((2,)))
+
+        at_once(sender, receiver)
         assert sent < 30  # 4 MB each: what the buffers of the kernel hold, and some that are received ahead of time
 
 
