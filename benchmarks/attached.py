@@ -79,7 +79,7 @@ def measure(setting: Setting, rounds: int, kinds: Sequence[str]) -> Turns:
             for kind in kinds
         }
         for group in groups.values():
-            group.steps(0)  # DDP arranges its buckets anew after the first
+            group.steps(0)  # DDP arranges its buckets again after the first
         return interleave({kind: lambda g=g: g.steps(setting.warmup) for kind, g in groups.items()}, rounds)  # type: ignore[misc]
 
 

@@ -78,10 +78,10 @@ class Turns:
 
     samples: dict[str, list[list[float]]]
     foreign: dict[str, list[float]]  # share of the cores that strangers used
-    processor: dict[str, list[float]]  # seconds that our own processes used; whoever is not at turn sleeps
+    processor: dict[str, list[float]]  # seconds that our own processes used; a contestant that is not at turn sleeps
 
     def counted(self) -> list[int]:
-        """The rounds in which nobody was disturbed much; all of them if those are too few."""
+        """The rounds with little disturbance; all of them if those are too few."""
         rounds = range(min(map(len, self.samples.values())))
         quiet = [r for r in rounds if all(shares[r] <= DISTURBED for shares in self.foreign.values())]
         return quiet if len(quiet) >= LEAST_ROUNDS else list(rounds)

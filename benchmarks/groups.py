@@ -23,7 +23,7 @@ from orchestra.lab import Lab
 class Peers:
     """A group of `benchmarks.peer` processes: they set up once, then run `count` steps when told to.
 
-    Between their turns they are stopped: an idle RPC agent polls, and would take the cores from whoever is at turn.
+    Between their turns they are stopped: an idle RPC agent polls, and would take the cores from the others.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Peers:
 
 
 def free_port() -> int:
-    """A TCP port nobody uses right now."""
+    """A TCP port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -65,7 +65,7 @@ class Seen:
     staleness: dict[int, int]  # how many pushes were how stale
     compute: float  # seconds a step, the mean of the workers
     held: float | None = None  # seconds until a send of a server's vector returns; None: it was not looked at
-    share: float = 0.0  # of the cores that were busy meanwhile, whoever it was that used them
+    share: float = 0.0  # of the cores that were busy meanwhile, by any program
 
 
 def look(run: Path) -> Seen:

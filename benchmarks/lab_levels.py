@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -298,26 +298,31 @@ def predict() -> None:
         cluster = simulated(model.network(job.megabits), delay, workers, numerics="auto")
         with scratch() as folder:
             carry_out(job, cluster, folder / "run")
-            lines.append({**asdict(job), "foretold": asdict(Reached.of(events_of(folder / "run")))})
+            lines.append({**asdict(job), "predicted": asdict(Reached.of(events_of(folder / "run")))})
     PREDICTIONS.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
 def keep(seen: Mapping[Job, list[Event]]) -> None:
-    """What runs to the target came to, for everybody to see."""
+    """Write what runs to the target came to."""
     lines = (json.dumps({**asdict(job), "seen": asdict(Reached.of(events))}) for job, events in seen.items())
     SEEN.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def kept(lines: Sequence[dict[str, Any]], name: str) -> dict[Job, Reached]:
-    """The same, read again."""
-    return {Job(**{k: v for k, v in line.items() if k != name}): Reached(**line[name]) for line in lines}
+def kept(lines: Sequence[dict[str, Any]]) -> dict[Job, Reached]:
+    """The same, read again: a job, and under one more name what it came to."""
+    names = {field.name for field in fields(Job)}
+    found = {}
+    for line in lines:
+        (reached,) = (value for name, value in line.items() if name not in names)
+        found[Job(**{name: value for name, value in line.items() if name in names})] = Reached(**reached)
+    return found
 
 
 def targets(outcome: Outcome) -> None:
     """What was predicted beside what came."""
     written = PREDICTIONS.read_bytes()
-    predicted = kept(json.loads(written), "foretold")
-    real = kept([json.loads(line) for line in SEEN.read_text(encoding="utf-8").splitlines()], "seen")
+    predicted = kept(json.loads(written))
+    real = kept([json.loads(line) for line in SEEN.read_text(encoding="utf-8").splitlines()])
     outcome.say(
         f"Targets. The recipe digits to {TARGET.value:.0%} on {HOSTS} hosts (workers and servers), delays {DELAY} s, "
         f"{SEEDS} seeds, models set aside every {EVERY} steps, {STEPS} steps; predicted / real seconds, means of the "

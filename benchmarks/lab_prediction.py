@@ -105,7 +105,7 @@ def verify(rounds: int) -> Outcome:
 
 
 def say(text: str) -> None:
-    """To whoever waits."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -166,7 +166,7 @@ def middle(seen: Sequence[Seen]) -> float:
 
 
 def write(predicted: Mapping[Cell, Seen], model: Model) -> None:
-    """Leave the predictions for everybody to see."""
+    """Write the predictions to a file that is committed before the runs."""
     text = json.dumps(
         {
             "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

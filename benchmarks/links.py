@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a link do our messages use: a ring of hosts, and a server that everybody pushes to?
+"""How much of a link do our messages use: a ring of hosts, and a server that all push to?
 
 Needs root: the hosts are namespaces of this machine (`orchestra lab`), so they share its cores.
 """

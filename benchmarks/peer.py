@@ -59,7 +59,7 @@ def plain(module: nn.Module, feed: Iterator[list[Tensor]]) -> Step:
 
 
 def solo(workload: Workload, rank: int, **_: Any) -> Step:
-    """One process, nobody else."""
+    """One process alone."""
     return plain(workload.module(), batches(workload, rank))
 
 
@@ -94,7 +94,7 @@ class _Server:
         return [parameter.detach() for parameter in self.parameters]
 
     def gather(self, grads: list[Tensor]) -> torch.futures.Future[nn.Module]:
-        """The tutorial's `update_and_fetch_model`: nobody is answered before everybody has pushed."""
+        """The tutorial's `update_and_fetch_model`: no worker is answered before all have pushed."""
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -213,7 +213,7 @@ def answer(step: Step | None) -> None:
             case words:
                 raise ValueError(f"unknown command {words}")
         print(json.dumps(found), flush=True)
-    os._exit(0)  # process groups and RPC agents want to say goodbye to each other; nobody needs that here
+    os._exit(0)  # process groups and RPC agents end together with the others, which is not needed here
 
 
 if __name__ == "__main__":

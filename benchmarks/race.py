@@ -5,7 +5,7 @@
     race     for real, with other seeds, everyone in turn on the same hosts
 
 python -m benchmarks.race [--rounds R] [--only CONTESTANT ...] [--tune | --report] as root: the hosts are namespaces of
-this machine (`orchestra lab`). What was tuned stays beside the results and is used until it is tuned anew, and so do
+this machine (`orchestra lab`). What was tuned stays beside the results and is used until it is tuned again, and so do
 the scores of all models of the last race, of which `--report` tells again.
 """
 
@@ -87,7 +87,7 @@ def reached(scores: Sequence[Score]) -> tuple[float, float]:
 
 
 def say(text: str) -> None:
-    """To whoever waits."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -115,7 +115,7 @@ def read_tuned() -> dict[str, Tries]:
 
 
 def simulate(who: Contestant, rate: float) -> list[Score]:
-    """Until the target is reached; nobody looks at the seconds."""
+    """Until the target is reached; the seconds do not count."""
     budget = orchestra.Target("accuracy", TARGET) | orchestra.Steps(LONGEST)
     with scratch() as folder:
         try:
@@ -270,8 +270,8 @@ class Report:
             f"{MOMENTUM:g}, no weight decay, a constant learning rate; {rounds} seeds, everyone once with each, in "
             f"turn on the same hosts. Models are set aside every {EVERY} steps (every τ if that is more, so that all "
             "hosts have the one that is scored) and scored when the run is over, all by one function; the first one "
-            "right on 85 % of the test set counts. Setting aside is on everybody's clock (theirs is kept in memory, "
-            "ours written to a file), starting and scoring are on nobody's. Means of ours are taken by Gloo, as theirs "
+            "right on 85 % of the test set counts. Setting aside is timed for all (theirs is kept in memory, "
+            "ours written to a file), starting and scoring are not timed. Means of ours are taken by Gloo, as theirs "
             "are, unencrypted. All hosts share two cores, one thread each, so that a step takes twice as long to "
             "compute as on hosts of their own; that is the same for all, and costs most those that communicate least. "
             "MB are what the kernel counted, headers included. Median (least to most); ratios round by round. ∞: not "
@@ -311,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[who.name for who in CONTESTANTS], help="contestants")
-    parser.add_argument("--tune", action="store_true", help="tune them anew, and do not race")
+    parser.add_argument("--tune", action="store_true", help="tune them again, and do not race")
     parser.add_argument("--report", action="store_true", help="tell of the last race")
     given = parser.parse_args()
     quiet_parent()

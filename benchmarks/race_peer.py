@@ -52,7 +52,7 @@ Score = tuple[int, float, float]  # samples, seconds, accuracy
 
 
 def sgd(rate: float) -> functools.partial[torch.optim.SGD]:
-    """Everybody's optimizer."""
+    """The optimizer of all contestants."""
     return functools.partial(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
 
 

@@ -145,7 +145,7 @@ def options(
         parser.add_argument("--device", choices=devices, default=devices[0], help="where gradients are taken")
     asked = parser.parse_args(argv)
     if asked.seeds < 2:
-        parser.error("--seeds must be at least 2: of a single run nobody knows the spread")
+        parser.error("--seeds must be at least 2: a single run has no spread")
     return asked
 
 

@@ -7,7 +7,7 @@ https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
 reaches the goal first)
 
     bounded delay τ     an iteration begins once all but the last τ before it are finished
-    SSP s               nobody is more than s steps ahead of the slowest; a gradient is applied when it comes
+    SSP s               no worker is more than s steps ahead of the slowest; a gradient is applied when it comes
 
 8 workers whose steps have a heavy tail, one of them three times as slow, every 8 steps another.
 """

@@ -5,9 +5,9 @@
     K-sync           E[X_{K:P}]
     K-batch-sync     E of the K-th end, of P workers that begin together and go on:  K / (P μ)  for Δ = 0
     K-async          (H_P − H_{P−K}) / μ  for Δ = 0;  E[X] / P  for K = 1;  E[X_{P:P}]  for K = P;
-                     else between K E[X] / P, as if nobody waited, and E[X_{K:P}]
+                     else between K E[X] / P, as if no worker waited, and E[X_{K:P}]
     K-batch-async    K E[X] / P
-    N of N + b       between E[X_{N:N+b}], as if the late began anew, and E[X_{N:N}], as if there were no backups
+    N of N + b       between E[X_{N:N+b}], as if the late began again, and E[X_{N:N}], as if there were no backups
 
 Where it is known exactly, both bounds are that.
 """

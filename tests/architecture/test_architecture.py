@@ -254,7 +254,11 @@ ODD_WORDS = (
 
 
 def test_plain_words_are_used() -> None:
-    files = [path for folder in ("src", "tests", "scripts", "docs", "examples") for path in (ROOT / folder).rglob("*")]
+    files = [
+        path
+        for folder in ("src", "tests", "scripts", "docs", "examples", "benchmarks", "experiments")
+        for path in (ROOT / folder).rglob("*")
+    ]
     texts = [p for p in files if p.suffix in (".py", ".js", ".css", ".md") and "vendor" not in p.parts]
     texts.remove(Path(__file__).resolve())  # which lists the words
     texts += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
