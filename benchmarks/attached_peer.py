@@ -70,7 +70,7 @@ class HostRunner(Runner):
             log = stack.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", print))
             transport = self._transport(spec.parameters)
             meter, x0 = Metered(transport), prepared.x0
-            node = node_loop.worker(spec, rank, Comm(meter, *spec.groups), log, x0.clone(), torch.zeros_like(x0))
+            node = node_loop.worker(spec, rank, Comm(meter, spec.view), log, x0.clone(), torch.zeros_like(x0))
             runtime = node_loop.NodeRuntime(spec, node, meter, log, print, lambda row: None)
 
             def step() -> None:

@@ -14,6 +14,7 @@ from orchestra.collectives import ALGORITHMS, Sum, mean_
 from orchestra.collectives.butterfly import butterfly
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Group
+from orchestra.core.view import View
 from orchestra.worlds.simulated import networks
 from orchestra.worlds.simulated.kernel import Kernel
 from orchestra.worlds.simulated.network import VirtualNetwork
@@ -47,7 +48,7 @@ def simulated(add_up: Sum, workers: int, nbytes: int, network: Network) -> float
     ends, group = connect(VirtualNetwork(kernel, network, workers, workers), workers), Group(tuple(range(workers)))
     for end in ends:
         x = torch.empty(nbytes // 4, device="meta")
-        kernel.spawn(f"worker {end.rank}", partial(_average, Comm(end, group, Group(())), x, add_up))
+        kernel.spawn(f"worker {end.rank}", partial(_average, Comm(end, View(0, group, Group(()))), x, add_up))
     kernel.run()
     return kernel.now
 

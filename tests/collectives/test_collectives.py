@@ -20,6 +20,7 @@ from orchestra.collectives.double_tree import trees
 from orchestra.collectives.volume import numbers_sent
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Group, Handle, Op, Send
+from orchestra.core.view import View
 from orchestra.engine.middleware import TransportWrapper
 from orchestra.worlds.simulated.kernel import Kernel
 from orchestra.worlds.simulated.network import VirtualNetwork
@@ -69,7 +70,7 @@ def carry_out(
     totals = [math.nan] * p
 
     def worker(r: int) -> None:
-        comm = Comm(ends[r], Group(tuple(range(p))), Group(()))
+        comm = Comm(ends[r], View(0, Group(tuple(range(p))), Group(())))
         totals[r] = mean_(comm, xs[r], weights[r] if weights else 1.0, add_up)
 
     for r in range(p):
@@ -247,7 +248,7 @@ def test_low_precision_does_not_overflow(algorithm: str) -> None:
     xs = [torch.full((9,), 3000.0, dtype=torch.float16) for _ in range(p)]
 
     def worker(r: int) -> None:
-        comm = Comm(ends[r], Group(tuple(range(p))), Group(()))
+        comm = Comm(ends[r], View(0, Group(tuple(range(p))), Group(())))
         mean_(comm, xs[r], 64.0, ALGORITHMS[algorithm], most=64.0)
 
     for r in range(p):

@@ -84,14 +84,15 @@ def test_a_pure_function_of_seed_epoch_rank_and_size(count: int, size: int, batc
     data=st.data(),
 )
 @settings(max_examples=150, deadline=None)
-def test_reshared_every_sample_is_still_used_once(
+def test_every_sample_is_used_once_if_some_workers_stop(
     count: int, size: int, batch: int, partition: Partition | None, data: st.DataObject
 ) -> None:
     def feed(rank: int) -> IndexedFeed:
         return IndexedFeed(numbered(count), batch=batch, seed=1, rank=rank, size=size, partition=partition)
 
     feeds = [feed(rank) for rank in range(size)]
-    epoch, left = data.draw(st.integers(0, 1)), data.draw(st.integers(1, size - 1))
+    epoch = data.draw(st.integers(0, 1))
+    places = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1)))
     step = data.draw(st.integers(0, (feeds[0].steps_per_epoch or 1) - 1))
     used: Counter[int] = Counter()
     for each in feeds:
@@ -99,21 +100,23 @@ def test_reshared_every_sample_is_still_used_once(
         for _ in range(step):
             used.update(i for piece in each.next()[0][:1] for i in piece.tolist())
     before = [each.epochs for each in feeds]
-    for each in feeds[:left]:
-        each.reshare(left)
+    left = [feeds[place] for place in places]
+    for each in left:
+        each.deal_to(places)
     assert [each.epochs for each in feeds] == before
     for number in (epoch, epoch + 1):
-        rest = [epoch_of(each) for each in feeds[:left]]
+        rest = [epoch_of(each) for each in left]
         assert len({len(steps) for steps in rest}) == 1
         assert Counter(i for steps in rest for step in steps for i in step) + used == Counter(range(count))
         assert all(len(step) <= batch for steps in rest for step in steps)
-        assert {each.epochs for each in feeds[:left]} == {number + 1}
+        assert {each.epochs for each in left} == {number + 1}
         used.clear()
-    sought = feed(0)
-    sought.seek(epoch, step)
-    sought.reshare(left)
-    sought.seek(feeds[0].epoch, feeds[0].step)
-    assert [epoch_of(sought) for _ in range(2)] == [epoch_of(feeds[0]) for _ in range(2)]
+    sought = feed(places[0])
+    for at, within, dealt in left[0].dealt:
+        sought.seek(at, within)
+        sought.deal_to(dealt)
+    sought.seek(left[0].epoch, left[0].step)
+    assert [epoch_of(sought) for _ in range(2)] == [epoch_of(left[0]) for _ in range(2)]
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -183,7 +183,7 @@ def steps_of(strategy: Strategy[Any], workers: int, steps: int) -> int:
     per_epoch, done = feed.steps_per_epoch or 0, math.ceil(strategy.when.share * steps)
     for _ in range(done):
         feed.next()
-    feed.reshare(workers - strategy.layout.servers)
+    feed.deal_to(range(workers - strategy.layout.servers))
     while feed.epochs * per_epoch < steps:
         feed.next()
         done += 1

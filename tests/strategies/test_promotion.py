@@ -82,7 +82,7 @@ def trap_after_switch(rank: int, step: int, action: Callable[[], object]) -> Tra
     """Sprung by worker `rank` so many steps after a switch at step 2 that left one worker less."""
     feed = IndexedFeed(MANY(), batch=BATCH, seed=SEED, rank=rank, size=WORKERS)
     feed.seek(0, 2)
-    feed.reshare(WORKERS - 1)
+    feed.deal_to(range(WORKERS - 1))
     return Trap(feed.indices(0, step)[0], action)
 
 
@@ -105,7 +105,7 @@ def test_promotion_trains_on_all_samples_with_fewer_and_fewer_at_once(tmp_path: 
         if done == switch:
             feeds = feeds[:-1]
             for feed in feeds:
-                feed.reshare(len(feeds))
+                feed.deal_to(range(len(feeds)))
             inner.param_groups[0]["lr"] *= 3 / 4
     assert result.summary.steps == done > steps
     assert_close(result.model, module)

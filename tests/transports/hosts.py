@@ -163,9 +163,7 @@ class HostRunner(Runner):
         machine.transport.means = machine.means if self.cluster.by_torch else None
         meter = Metered(machine.transport)
         with EventLog(spec.run / "events.jsonl", print) as log:
-            node = node_loop.worker(
-                spec, machine.rank, Comm(meter, *spec.groups), log, x0.clone(), torch.zeros_like(x0)
-            )
+            node = node_loop.worker(spec, machine.rank, Comm(meter, spec.view), log, x0.clone(), torch.zeros_like(x0))
             life = node_loop.NodeRuntime(spec, node, meter, log, print, lambda row: None)
             before, began = machine.transport.traffic.sent, machine.means.early
             while not node_loop.spent(life):

@@ -91,7 +91,7 @@ class ThreadsRunner(Runner):
                 log = stack.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", print))
                 log.write(NodeStarted(0.0, rank, "worker" if rank < spec.workers else "server", 0.0))
                 meter, x0 = Metered(transport), prepared.x0
-                comm = Comm(meter, *spec.groups)
+                comm = Comm(meter, spec.view)
                 if rank < spec.workers:
                     node = node_loop.worker(spec, rank, comm, log, x0.clone(), torch.zeros_like(x0))
                 else:

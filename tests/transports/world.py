@@ -13,6 +13,7 @@ from torch import Tensor
 
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Group
+from orchestra.core.view import View
 from orchestra.engine.middleware import Metered
 from orchestra.worlds.shared_memory import layout
 from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout
@@ -41,7 +42,7 @@ class World:
         os.close(fd)
         self.transports = [SharedMemoryTransport(a, r, patience=patience) for r, a in enumerate(self.arenas)]
         groups = Group(tuple(range(workers))), Group(tuple(range(workers, workers + servers)))
-        self.comms = [Comm(Metered(t), *groups) for t in self.transports]
+        self.comms = [Comm(Metered(t), View(0, *groups)) for t in self.transports]
 
     def run(self, life: Callable[[int, Comm], T]) -> list[T]:
         """Every node lives at once; gives what each one's life gave."""

@@ -28,21 +28,31 @@ from orchestra.core.ops import (
 
 if TYPE_CHECKING:
     from orchestra.core.codec import Codec
+    from orchestra.core.view import View
 
 
 class Comm:
-    """The other nodes: workers in one group, servers in another."""
+    """The other nodes: those of the view in force."""
 
-    def __init__(self, transport: Transport, workers: Group, servers: Group) -> None:
+    def __init__(self, transport: Transport, view: View) -> None:
         self.transport = transport
-        self.rank = transport.rank  # id of this node; workers come first
-        self.workers = workers
-        self.servers = servers
+        self.rank = transport.rank  # id of this node
+        self.view = view
         self.between_messages: Callable[[], None] = lambda: None  # called before a message is awaited
-        self._paused: set[int] = set()  # workers that send nothing more for now
+        self._gone_on: set[int] = set()  # workers that have entered the next view
         self.progress = 0.0  # epochs dealt before the gradient that this worker computes; every message carries it
         self.known: dict[int, float] = {}  # on a server: the progress of each worker's latest gradient
         self._codec: Codec | None = None
+
+    @property
+    def workers(self) -> Group:
+        """The workers of the view."""
+        return self.view.workers
+
+    @property
+    def servers(self) -> Group:
+        """The servers of the view."""
+        return self.view.servers
 
     def use(self, codec: Codec | None) -> None:
         """Encode and decode messages from now on; None sends them as they are."""
@@ -119,9 +129,9 @@ class Comm:
     def inbox(self, *, departures: Literal[True]) -> Iterator[Message | Departed]: ...
 
     def inbox(self, *, departures: bool = False) -> Iterator[Message | Departed]:
-        """Yield messages from the workers in the order they arrive, until every worker has left.
+        """Yield messages from the workers in the order they arrive, until each has left or entered the next view.
 
-        With `departures`, each worker that leaves is yielded as well.
+        With `departures`, each worker that does so is yielded as well.
         """
         while (message := self._next(None, departures=departures)) is not None:
             yield message
@@ -129,13 +139,13 @@ class Comm:
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
     ) -> Message | Departed | None:
-        while not self._paused or (source not in self._paused and len(self._paused) < len(self.workers)):
+        while not self._gone_on or (source not in self._gone_on and len(self._gone_on) < len(self.workers)):
             self.between_messages()
             came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
             if not isinstance(came, Message):
                 return came
-            if came.tag == ReservedTag.PAUSE:
-                self._paused.add(came.source)
+            if came.tag == ReservedTag.NEXT_VIEW:
+                self._gone_on.add(came.source)
                 if departures:
                     return Departed(came.source)
             elif (whole := came if self._codec is None else self._codec.unpack(came)) is not None:
@@ -144,20 +154,21 @@ class Comm:
                 return whole
         return None
 
-    def pause(self) -> None:
-        """Tell the servers that this worker pauses: until `resume` they treat it as if it had left."""
-        for server in self.servers.members:
-            self.send(server, torch.empty(0), tag=ReservedTag.PAUSE)
+    def enter(self, view: View) -> bool:
+        """Take part in the next view. A worker tells the servers of this one, for which it is as if it had left.
 
-    def resume(self) -> bool:
-        """On a server, end the pause of all workers; return False if they have left instead."""
-        paused = len(self._paused) == len(self.workers)
-        self._paused.clear()
-        return paused
-
-    def dismiss(self, count: int) -> None:
-        """Remove the last `count` of the initial workers from the group."""
-        self.workers = Group(tuple(range(self.servers.members[0] - count)))
+        A server enters it after all workers, and returns False if they have left instead.
+        """
+        if self.rank in self.workers:
+            for server in self.servers.members:
+                self.send(server, torch.empty(0), version=view.number, tag=ReservedTag.NEXT_VIEW)
+        else:
+            for worker in self.workers.members:
+                self._next(worker)
+        with_all = len(self._gone_on) == len(self.workers)
+        self._gone_on.clear()
+        self.view = view
+        return with_all
 
     def leave(self) -> None:
         """Tell the servers that this worker sends nothing more."""

@@ -18,6 +18,7 @@ from orchestra.errors import Diverged
 
 if TYPE_CHECKING:  # by their types only
     from orchestra.core.strategy import Strategy
+    from orchestra.core.view import View
     from orchestra.data.feed import Feed
     from orchestra.model.flat_optimizer import FlatOptimizer
     from orchestra.model.replica import Ready, Replica
@@ -56,7 +57,6 @@ class Node:
         self.loss = math.nan  # of the last mini-batch
         self.skipped = 0  # gradients that were not finite
         self.abandoned = False  # whether the last mini-batch was cancelled
-        self.retired = False  # whether this worker has stopped training because a server took its machine
         self.replica, self.feed, self.optimizer = replica, feed, optimizer
         self._log = log
         self.placement = placement  # the range of x that each server holds
@@ -79,20 +79,24 @@ class Node:
         """Whether this node is a server."""
         return self.feed is None
 
-    def enter(self, strategy: Strategy[Any], s: Any) -> None:
-        """Apply the layout, clipping and codec of a strategy, or of its next phase, after its state is set."""
+    @property
+    def retired(self) -> bool:
+        """Whether this worker takes part no more."""
+        return not self.serves and self.rank not in self.comm.workers
+
+    def adopt(self, strategy: Strategy[Any], s: Any) -> None:
+        """Apply the clipping and the codec of a strategy, or of its next phase, after its state is set."""
         layout, (phase, state) = strategy.layout_at(s), strategy.phase(s)
         self._clips_mean = layout.updates.clip == "mean"
-        if layout.promoted:
-            self.retire(layout.promoted)
         self.comm.use(phase.codec(self, state))
 
-    def retire(self, count: int) -> None:
-        """Retire the last `count` of the initial workers in favour of servers; the others get all samples."""
-        self.comm.dismiss(count)
-        self.retired = not self.serves and self.rank not in self.comm.workers
-        if self.feed is not None and not self.retired and self.feed.reshared is None:
-            self.feed.reshare(len(self.comm.workers))
+    def enter(self, view: View) -> bool:
+        """Enter the next view, in which its workers get all remaining samples; see `Comm.enter`."""
+        before = self.comm.workers
+        with_all = self.comm.enter(view)
+        if self.feed is not None and not self.retired and view.workers != before:
+            self.feed.deal_to([before.index(worker) for worker in view.workers.members])
+        return with_all
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """Return the servers' ranges of a vector, as views."""

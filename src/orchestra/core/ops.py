@@ -186,7 +186,7 @@ class Leave(Op[None]):
 class ReservedTag(IntEnum):
     """Tags of messages that are not for a strategy to send."""
 
-    PAUSE = 0xFFFF  # this worker sends nothing more until it resumes
+    NEXT_VIEW = 0xFFFF  # this worker has entered the view of this number, and sends nothing more in the one before
     FINAL = 0xFFFE  # a server's last message
 
 

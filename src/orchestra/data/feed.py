@@ -46,8 +46,8 @@ class Feed(Protocol):
         """Go to a position."""
         ...
 
-    def reshare(self, size: int) -> None:
-        """From here on, deal the remaining samples among the first `size` workers only."""
+    def deal_to(self, places: Sequence[int]) -> None:
+        """From here on, deal the remaining samples only to the workers at these places among the present ones."""
         ...
 
     def distance(self, steps: int) -> float:
@@ -60,8 +60,8 @@ class Feed(Protocol):
         ...
 
     @property
-    def reshared(self) -> tuple[int, int, int] | None:
-        """Epoch and step of the call of `reshare`, and its size; None if there was none."""
+    def dealt(self) -> Sequence[tuple[int, int, Sequence[int]]]:
+        """Epoch, step and places of every call of `deal_to`."""
         ...
 
 
@@ -69,7 +69,7 @@ class _Deal(NamedTuple):
     """The division of the samples of an epoch."""
 
     epoch: int
-    used: int  # samples used before `reshare`
+    used: int  # samples used before `deal_to` in this epoch
     lengths: list[int]  # of all samples together, or of each worker's
     steps: int
 
@@ -89,8 +89,8 @@ class IndexedFeed:
         if partition is not None and not isinstance(partition, IID):
             self._shards = partition.shards(self._samples.labels(), size, seed)
         self.epoch = self.step = 0
-        self.reshared: tuple[int, int, int] | None = None
-        self._used = 0  # samples used before `reshare` in its epoch
+        self.dealt: list[tuple[int, int, Sequence[int]]] = []
+        self._used = 0  # samples used before the last call of `deal_to` in its epoch
         self._left: list[Tensor] = []  # the remaining ones of that epoch by worker, with fixed shards
         self._order_of = -1
         self._order = torch.empty(0, dtype=torch.int64)
@@ -120,8 +120,8 @@ class IndexedFeed:
         return _Deal(epoch, used, lengths, max(-(-length // self.batch) for length in lengths))
 
     def _broken(self, epoch: int) -> bool:
-        """Return whether `reshare` was called during an epoch."""
-        return self.reshared is not None and self.reshared[0] == epoch
+        """Return whether `deal_to` was last called during an epoch."""
+        return bool(self.dealt) and self.dealt[-1][0] == epoch
 
     def _here(self, epoch: int, step: int) -> slice:
         """Return the range of this rank's samples of a step in the order of an epoch."""
@@ -178,14 +178,15 @@ class IndexedFeed:
             self.epoch, self.step = self.epoch + 1, 0
         return batch, size
 
-    def reshare(self, size: int) -> None:
-        """From here on, deal the remaining samples among the first `size` workers only."""
+    def deal_to(self, places: Sequence[int]) -> None:
+        """From here on, deal the remaining samples only to the workers at these places among the present ones."""
         epoch, step, used = self.epoch, self.step, self._used_by(self.step)
         if self._shards is not None:
             orders, steps = [self._shuffle(epoch, rank) for rank in range(self._size)], self._deal.steps
-            self._left = _dealt([order[cut(len(order), steps, step) :] for order in orders], size)
-            self._shards = _dealt(self._shards, size)
-        self.reshared, self._used, self._size = (epoch, step, size), used, size
+            self._left = _dealt([order[cut(len(order), steps, step) :] for order in orders], places)
+            self._shards = _dealt(self._shards, places)
+        self.dealt.append((epoch, step, tuple(places)))
+        self._used, self._rank, self._size = used, [*places].index(self._rank), len(places)
         self.step, self._order_of = 0, -1
         self._deal = self._deal_for(-1)
         self.steps_per_epoch = self._deal.steps
@@ -212,7 +213,7 @@ class StreamFeed:
     itself must do so alike everywhere: it draws from global generators that are seeded by the epoch while it is read.
     """
 
-    reshared = None
+    dealt = ()
     shards = None
 
     def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
@@ -253,10 +254,10 @@ class StreamFeed:
         self._ahead = self._read()
 
     def distance(self, steps: int) -> float:
-        """Raise: this is only used after `reshare`."""
+        """Raise: this is only used after `deal_to`."""
         raise NotImplementedError("a stream cannot be divided among fewer workers")
 
-    def reshare(self, size: int) -> None:
+    def deal_to(self, places: Sequence[int]) -> None:
         """Raise: a stream is read in groups for a fixed number of workers."""
         raise NotImplementedError("a stream cannot be divided among fewer workers")
 
@@ -282,12 +283,13 @@ def hand(count: int, size: int, batch: int, rank: int) -> slice:
     return slice(cut(count, busy, rank), cut(count, busy, rank + 1)) if rank < busy else slice(count, count)
 
 
-def _dealt(shards: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Return the shards of the first workers, each extended by an equal part of the others' shards."""
-    spare = torch.cat([*shards[size:]])
+def _dealt(shards: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Return the shards at some places, each extended by an equal part of the others' shards."""
+    size = len(places)
+    spare = torch.cat([shards[0][:0], *(shard for place, shard in enumerate(shards) if place not in places)])
     return [
-        torch.cat([shard, spare[cut(len(spare), size, rank) : cut(len(spare), size, rank + 1)]])
-        for rank, shard in enumerate(shards[:size])
+        torch.cat([shards[place], spare[cut(len(spare), size, i) : cut(len(spare), size, i + 1)]])
+        for i, place in enumerate(places)
     ]
 
 

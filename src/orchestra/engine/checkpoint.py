@@ -28,7 +28,7 @@ from torch import Tensor
 from orchestra.errors import CheckpointError
 from orchestra.runs import files
 
-FORMAT = 3
+FORMAT = 4
 KEEP = 2
 _MOST_NODES = 100_000
 _NAME = re.compile("step-([0-9]+)")

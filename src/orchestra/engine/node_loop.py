@@ -15,8 +15,10 @@ from orchestra.core import gradient_mask
 from orchestra.core.comm import Comm
 from orchestra.core.log import Log
 from orchestra.core.node import Node
+from orchestra.core.ops import Group
 from orchestra.core.strategy import Layout
 from orchestra.core.vectors import LARGE, ranges
+from orchestra.core.view import View
 from orchestra.data import samples
 from orchestra.data.feed import SampleStore, fold, make_feed
 from orchestra.data.random_state import get_states, seed_everything, set_states
@@ -77,7 +79,7 @@ class NodeRuntime:
 
     def __post_init__(self) -> None:
         self.state = self.spec.strategy.init(self.node)
-        self.node.enter(self.spec.strategy, self.state)
+        self.node.adopt(self.spec.strategy, self.state)
 
     @property
     def rank(self) -> int:
@@ -360,7 +362,8 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.optimizer.state(),
         "strategy": runtime.state,
-        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.reshared],
+        "view": [node.comm.view.number, node.comm.workers.members, node.comm.servers.members],
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.dealt],
         "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
         "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
@@ -380,14 +383,16 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
             buffer.copy_(saved["buffers"][name])
     node.optimizer.restore(saved["inner"])
     if node.feed is not None:
-        epoch, step, reshared = saved["feed"]
-        if reshared is not None:
-            node.feed.seek(*reshared[:2])
-            node.feed.reshare(reshared[2])
+        epoch, step, dealt = saved["feed"]
+        for at, within, places in dealt:
+            node.feed.seek(at, within)
+            node.feed.deal_to(places)
         node.feed.seek(epoch, step)
+    number, workers, servers = saved["view"]
+    node.comm.view = View(number, Group(tuple(workers)), Group(tuple(servers)))
     if runtime.state is not None:
         checkpoint.restore_into(runtime.state, saved["strategy"])
-        node.enter(runtime.spec.strategy, runtime.state)
+        node.adopt(runtime.spec.strategy, runtime.state)
     node.steps, node.samples, node.skipped, runtime.snapshots = saved["counts"]
     node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]

@@ -54,7 +54,7 @@ def run_node(
         if spec.compute_time is not None:
             paced = Delayed(transport, compute_times.sampler(spec.compute_time, spec.seed, rank))
         meter = Metered(paced if not spec.trace else _traced(paced, spec, log, files, complain))
-        node = make_node(Comm(meter, *spec.groups), log)
+        node = make_node(Comm(meter, spec.view), log)
         runtime = node_loop.NodeRuntime(spec, node, meter, log, tell, show)
         if spec.checkpoint is not None:
             node_loop.restore(runtime, checkpoint.read_tree(spec.checkpoint / checkpoint.part_name(rank)))

@@ -15,6 +15,7 @@ from torch import nn
 from orchestra.core.ops import Group
 from orchestra.core.strategy import Strategy
 from orchestra.core.vectors import cut, is_small, ranges, ranges_of_layers
+from orchestra.core.view import View
 from orchestra.data import samples
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
@@ -163,10 +164,10 @@ class RunSpec(TrainArguments):
         return self.one_memory and (self.updated == "shared" or (self.updated == "own range" and self.device == "cpu"))
 
     @cached_property
-    def groups(self) -> tuple[Group, Group]:
-        """The workers, and the servers after them; all nodes of a simulation hold the same two."""
+    def view(self) -> View:
+        """The first view: the workers, and the servers after them; all nodes of a simulation hold the same one."""
         nodes = tuple(range(self.workers + self.servers))
-        return Group(nodes[: self.workers]), Group(nodes[self.workers :])
+        return View(0, Group(nodes[: self.workers]), Group(nodes[self.workers :]))
 
     def samples_by(self, step: int) -> int:
         """Return the samples that all workers together have used after `step` steps of each."""

@@ -84,7 +84,7 @@ def _take_part(
 ) -> tuple[PreparedOptimizer, Loader | None]:  # fmt: skip
     """Set up a worker; or, as a server, serve, and end the script."""
     meter = Metered(transport)
-    comm = Comm(meter, *spec.groups)
+    comm = Comm(meter, spec.view)
     if asked.rank >= asked.workers:
         serve(spec, comm, meter, log, peers, folder, x0.cpu())
     if spec.uses_torch_collectives:

@@ -123,7 +123,7 @@ def _begin_again(runtime: NodeRuntime) -> None:
     tensors: dict[str, Tensor] = {}
     structure = checkpoint.outline(strategy.init(node), tensors)
     checkpoint.restore_into(inner, checkpoint.fill(structure, tensors))
-    node.enter(spec.strategy, state)
+    node.adopt(spec.strategy, state)
 
 
 class OnServer:

@@ -143,7 +143,7 @@ class StateDict:
         state = self._resumes_as()[1]
         if state is not None:
             checkpoint.restore_into(state, checkpoint.fill(saved["structure"], saved["tensors"]))
-            node.enter(runtime.spec.strategy, runtime.state)
+            node.adopt(runtime.spec.strategy, runtime.state)
 
 
 def _members(groups: list[dict[str, Any]]) -> list[Any]:

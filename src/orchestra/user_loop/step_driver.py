@@ -33,7 +33,7 @@ class LoopFeed:
     """A feed for the user's loop: `next` parks the strategy until the loop has computed a gradient."""
 
     draws = False
-    reshared = None
+    dealt = ()
     shards = None
 
     def __init__(self, batch: int, position: Callable[[], float]) -> None:
@@ -58,12 +58,12 @@ class LoopFeed:
         """Raise: the loader has its own position."""
         raise NotImplementedError("a loop keeps the position in its data itself")
 
-    def reshare(self, size: int) -> None:
+    def deal_to(self, places: Sequence[int]) -> None:
         """Raise: the samples belong to the loop."""
         raise NotImplementedError("a loop's samples cannot be divided among fewer workers")
 
     def distance(self, steps: int) -> float:
-        """Raise: this is only used after `reshare`."""
+        """Raise: this is only used after `deal_to`."""
         raise NotImplementedError("a loop keeps the position in its data itself")
 
 

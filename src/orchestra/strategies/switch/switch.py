@@ -42,6 +42,7 @@ from typing import Any, Literal
 
 from orchestra.core.node import Node
 from orchestra.core.strategy import Layout, Needs, Strategy, option
+from orchestra.core.view import View
 from orchestra.errors import Problem
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server.consistency import ASP
@@ -142,37 +143,43 @@ class StrategySwitch(Strategy[SwitchState]):
                 node.log("switched", node.steps)
                 return
             self.first.finish(node, s.first)
-            transfer.from_worker(node, self.first.layout, self.then.layout, keep=self.momenta != "reset")
-            self._begin_second(node, s)
+            workers = len(node.comm.workers)
+            transfer.from_worker(node, self._next_view(node), self.first.layout, self.then.layout, keep=self._keeps)
+            self._begin_second(node, s, workers)
 
     def serve(self, node: Node, s: SwitchState) -> None:
         """Serve the first strategy, if it has servers; then the second, if the run switches."""
         if not s.switched:
             if self.first.layout.servers:
                 self.first.serve(node, s.first)
-            if transfer.at_server(node, self.first.layout, self.then.layout, keep=self.momenta != "reset"):
-                self._begin_second(node, s)
+            view, workers = self._next_view(node), len(node.comm.workers)
+            if transfer.at_server(node, view, self.first.layout, self.then.layout, keep=self._keeps):
+                self._begin_second(node, s, workers)
         if s.switched and self.then.layout.servers:
             self.then.serve(node, s.then)
         for _ in node.comm.inbox():  # a server without work stays until all workers have left
             pass
 
-    def _begin_second(self, node: Node, s: SwitchState) -> None:
-        workers = left = len(node.comm.workers)
+    @property
+    def _keeps(self) -> bool:
+        return self.momenta != "reset"
+
+    def _next_view(self, node: Node) -> View:
+        return node.comm.view.without_last(self.then.layout.servers if self.promote else 0)
+
+    def _begin_second(self, node: Node, s: SwitchState, workers: int) -> None:
+        left = len(node.comm.workers)
         for v in node.optimizer.first_moments() if self.momenta == "scale" else ():
             v.div_(workers)
-        if self.promote:
-            node.retire(self.then.layout.servers)
-            left = len(node.comm.workers)
-            if node.retired:
-                node.log("retired", node.steps)
+        if node.retired:
+            node.log("retired", node.steps)
         before = self.first.layout.updates.per_round_of(workers)
         after = self.then.layout.updates.per_round_of(left)
         r = before * left / (after * workers)
         momentum = 0.0 if self.momentum is None and after > before else self.momentum
         transfer.set_pace(node, momentum, r if self.scale is None else self.scale, given=self.scale is not None)
         s.then, s.switched = self.then.init(node), True
-        node.enter(self, s)
+        node.adopt(self, s)
         node.log("switched", node.steps)
 
     def finish(self, node: Node, s: SwitchState) -> None:

@@ -26,6 +26,7 @@ from orchestra.core import optimizer_state
 from orchestra.core.node import Node
 from orchestra.core.strategy import Layout, Strategy
 from orchestra.core.traffic import ExpectedTraffic, RunSize
+from orchestra.core.view import View
 from orchestra.errors import Problem
 from orchestra.strategies.switch.triggers import AtShare
 
@@ -48,8 +49,11 @@ def problems(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
             yield Problem(f"strategy.{name}", part, "cannot be switched from or to")
 
 
-def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
-    """Do a worker's part of the transfer. All workers call this after the same step, and wait for each other."""
+def from_worker(node: Node, view: View, first: Layout, then: Layout, *, keep: bool) -> None:
+    """Do a worker's part of the transfer, and enter the next view.
+
+    All workers call this after the same step, and wait for each other.
+    """
     comm = node.comm
     if not keep:
         node.optimizer.reset()
@@ -59,7 +63,7 @@ def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
     total = round(float(samples) * len(comm.workers))
     parts = node.placement
     if first.servers:
-        comm.pause()
+        node.enter(view)
         outlines: list[optimizer_state.Outline] = []
         vectors: list[list[Tensor]] = []
         for server, part in zip(comm.servers.members, parts, strict=True):
@@ -78,14 +82,15 @@ def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
         if then.servers and members[(k - len(parts)) % len(members)] == node.rank:
             comm.send(server, node.x[part], version=total)
             _send(node, server, part)
+    node.enter(view)
 
 
-def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
-    """Do a server's part of the transfer; return False if the run has ended before the switch."""
+def at_server(node: Node, view: View, first: Layout, then: Layout, *, keep: bool) -> bool:
+    """Do a server's part of the transfer, and enter the next view; return False if the run has ended before."""
     comm, workers = node.comm, node.comm.workers.members
     comm.use(None)
     if first.servers:
-        if not comm.resume():
+        if not node.enter(view):
             return False
         if not keep:
             node.optimizer.reset()
@@ -101,6 +106,7 @@ def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
     node.x.copy_(came.x)
     samples = came.version
     node.optimizer.adopt(*_receive(node, giver))
+    node.enter(view)
     node.samples = samples  # now that it holds everything
     comm.known = dict.fromkeys(workers, came.progress)  # all workers are at the same step
     return True

@@ -214,7 +214,7 @@ class Simulation:
             apart = spec.strategy.layout.model_location == "apart"
             traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
         meter = Metered(traced)
-        return meter, Comm(meter, *spec.groups)
+        return meter, Comm(meter, spec.view)
 
     def _body_of(self, node: Node, meter: Metered, log: _BufferedLog) -> Callable[[], None]:
         name = name_of(node.rank, self.spec.workers)

@@ -160,7 +160,7 @@ class _Stream:
     """A feed of full batches without samples."""
 
     draws = False
-    reshared: int | None = None
+    dealt = ()
 
     def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
         self.batch, self._workers = batch, workers
@@ -187,6 +187,6 @@ class _Stream:
         self._done += self._left
         return [], self.batch
 
-    def reshare(self, size: int) -> None:
-        """From here on, deal batches to the first `size` workers only."""
-        self.reshared = self._left = size
+    def deal_to(self, places: Sequence[int]) -> None:
+        """From here on, deal batches to the workers at these places only."""
+        self._left = len(places)
