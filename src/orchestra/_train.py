@@ -17,7 +17,7 @@ from orchestra.core.strategy import Strategy
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.data.random_state import left_alone
-from orchestra.engine import environment, overrides
+from orchestra.engine import environment, overrides, tracebacks
 from orchestra.engine.cluster import Cluster
 from orchestra.engine.scoring import Evaluate
 from orchestra.engine.spec import TrainArguments
@@ -110,8 +110,12 @@ def train(
         except OrchestraError as error:
             if environment.is_told_by_another(error):
                 environment.hush(error)
+            tracebacks.error_printer.install()
             # The message says what is wrong and what to do; a traceback through orchestra's files would only hide it.
             raise error.with_traceback(None) from None
+        except Exception as error:
+            error.__traceback__ = tracebacks.without_plumbing(error.__traceback__)
+            raise
 
 
 def problems_of(**arguments: Any) -> list[Problem]:
