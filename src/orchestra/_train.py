@@ -23,7 +23,7 @@ from orchestra.engine.scoring import Evaluate
 from orchestra.engine.spec import TrainArguments
 from orchestra.engine.training import Result, Training
 from orchestra.engine.validate import check_arguments, placed, read_strategy
-from orchestra.errors import OrchestraError, Problem
+from orchestra.errors import Problem
 from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.runs.budget import Budget, Epochs, Steps
 from orchestra.runs.status import RunStatus
@@ -107,14 +107,8 @@ def train(
     with left_alone():
         try:
             return Training(overrides.apply(given), runner_of).result()
-        except OrchestraError as error:
-            if environment.is_told_by_another(error):
-                environment.hush(error)
-            tracebacks.error_printer.install()
-            # The message says what is wrong and what to do; a traceback through orchestra's files would only hide it.
-            raise error.with_traceback(None) from None
         except Exception as error:
-            error.__traceback__ = tracebacks.without_plumbing(error.__traceback__)
+            tracebacks.shorten(error)
             raise
 
 

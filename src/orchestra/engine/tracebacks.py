@@ -28,7 +28,19 @@ def from_users_code(trace: TracebackType | None) -> TracebackType | None:
     return trace if first is None else first
 
 
-def without_plumbing(trace: TracebackType | None) -> TracebackType | None:
+def shorten(error: Exception) -> None:
+    """Remove orchestra's frames from an error that leaves a call; if it is one of orchestra, print it in a few lines."""
+    if not isinstance(error, OrchestraError):
+        error.__traceback__ = _without_plumbing(error.__traceback__)
+        return
+    if environment.is_told_by_another(error):
+        environment.hush(error)
+    error_printer.install()
+    # The message says what is wrong and what to do; a traceback through orchestra's files would only hide it.
+    error.__traceback__, error.__cause__ = None, None  # without a cause, the context is not shown either
+
+
+def _without_plumbing(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback from the first call of code that is not installed, without the calls around torch's layers."""
     calls = []
     first = from_users_code(trace)
