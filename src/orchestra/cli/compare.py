@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
+from orchestra.cli import assumed, candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.concluding import conclude
@@ -135,7 +136,9 @@ def compare(
         race = dataclasses.replace(race, tuning=fixed)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
-    conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)
+    beside = partial(assumed.tell_measured, race)
+    fair = race.fairness(table)
+    conclude(table, race.out, as_json=json_, quiet=quiet, fair=fair, asserted=said, beside=beside)
 
 
 def prepare(
