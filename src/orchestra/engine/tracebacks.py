@@ -29,7 +29,7 @@ def from_users_code(trace: TracebackType | None) -> TracebackType | None:
 
 
 def shorten(error: Exception) -> None:
-    """Remove orchestra's frames from an error that leaves a call; if it is one of orchestra, print it in a few lines."""
+    """Remove orchestra's frames from an error that leaves a call; print one of orchestra in a few lines if uncaught."""
     if not isinstance(error, OrchestraError):
         error.__traceback__ = _without_plumbing(error.__traceback__)
         return
