@@ -194,8 +194,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     assert "Traceback" not in err
     saved = int((tmp_path / "broken" / "checkpoints" / "latest").read_text().removeprefix("step-"))
     assert saved > 0
+    again = orchestra("run", "digits", "--out", "broken")
+    assert again.err.endswith("choose a new folder, or go on from its checkpoint with `orchestra resume broken`\n")
     said = orchestra("resume", "broken", "--steps", str(saved + 50), "--json")
     assert said.code == 0
+    assert said.err.startswith(f"continues from the checkpoint of step {saved:,}\n")
     assert said.json["steps"] == saved + 50
     before = {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")}
     complete = orchestra("resume", "broken", "--json")
@@ -239,7 +242,8 @@ def test_an_optimizer_and_a_schedule_from_the_command_line(orchestra: Orchestra,
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["schedule"] == "warmup(epochs=1, factor=2.0)"
     assert config["optimizer"].startswith("LARS ")
-    assert orchestra("resume", "run", "--epochs", "2", "--json", "-q").json["steps"] == 90
+    resumed = orchestra("resume", "run", "--epochs", "2", "--json", "-q")
+    assert (resumed.json["steps"], resumed.err) == (90, "")
     assert (
         orchestra(
             "compare", "digits", "--sim", "--epochs", "1", *given, "-s", "allreduce,localsgd", "-q", "--no-tune"

@@ -139,8 +139,8 @@ def _holder(saved: Checkpoint) -> int:
     return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
 
 
-def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> None:
-    """Refuse a budget that is already spent; `done`: seconds of training so far.
+def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> bool:
+    """Return whether anything is left to train; refuse a budget that is already spent. `done`: seconds so far.
 
     A run that was interrupted after its last step may still be concluded.
     """
@@ -158,12 +158,13 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
         timed = True
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
-        return
+        return True
     more = larger(budgets.parts(spec.budget), step, done, spec.steps_per_epoch, timed=timed)
     message = f"nothing left to do: {why}; {_go_on(more)}"
     if spent or ended is not None:
         raise ConfigError([Problem("budget", budgets.words(budget_of(spec)), message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
+    return False
 
 
 def remember(folder: Path, **now: Any) -> None:

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -297,6 +298,11 @@ class Display:
         self._unseen: RunStatus | None = None
         self._due = 0.0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it shows nothing."""
+        return self._screen is None
+
     def __call__(self, now: RunStatus) -> None:
         """Show the run if a redraw is due."""
         if not self.runs or self.runs[-1] != now.run:
@@ -350,6 +356,11 @@ def auto(wish: bool | None, seconds: float | None = None) -> Display:
     if wish is False:
         return Display(None)
     return Display(_live() or (PlainScreen(alone=True) if wish else None), seconds=seconds)
+
+
+def is_silent(wish: Callable[[RunStatus], object] | bool | None) -> bool:
+    """Return whether `train(progress=wish)` is to print nothing."""
+    return wish is False or (isinstance(wish, Display) and wish.is_silent)
 
 
 def _live() -> Screen | None:
