@@ -62,7 +62,8 @@ def test_an_option_that_is_not_given_is_tuned(
         raise ConfigError([Problem("tuning", None, "is looked at only")])
 
     monkeypatch.setattr(Tuning, "run", run)
-    assert orchestra("recommend", "digits", "--network", "10mbit", "--out", "r", *named).code == 2
+    assert orchestra("recommend", "digits", "--network", "10mbit", *named).code == 2
+    assert [folder.name[17:] for folder in Path("runs").iterdir()] == ["-recommend-digits"]
     assert {name: found.get(expression.show(expression.parse(name))) for name in tried} == tried
 
 

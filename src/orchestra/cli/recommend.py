@@ -88,13 +88,14 @@ def recommend(
     texts, unfit = _fit(listed, shared, loop=source.holds_loop)
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
-    race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
+    race = racing.prepare(source, texts, shared, seeds, target, out, verb="recommend")
+    with repeat.kept(context.obj, race.out):
+        race = goals.settle(race, quiet=quiet)
     if not strategies:  # the catalogue has several values of each main option
         race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same budget for all; a slow one may be given up earlier
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
-    repeat.keep(context.obj, race.out)
     fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
     race = _tuned(race, seeds, quiet=quiet) if fixed is None else dataclasses.replace(race, tuning=fixed)
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
