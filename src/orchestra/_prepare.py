@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader
 from orchestra.clusters.attached import Attached
 from orchestra.core.strategy import Strategy
 from orchestra.engine import overrides
+from orchestra.engine.tracebacks import error_printer
 from orchestra.engine.validate import refuse
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.model.adjusted_optimizer import factor_of
 from orchestra.user_loop.arguments import LoopArguments, chosen_strategy
-from orchestra.user_loop.exit_hooks import error_printer, interrupted
+from orchestra.user_loop.exit_hooks import interrupted
 from orchestra.user_loop.joining import join
 from orchestra.user_loop.loader import Loader
 from orchestra.user_loop.optimizer import PreparedOptimizer

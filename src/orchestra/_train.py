@@ -17,13 +17,13 @@ from orchestra.core.strategy import Strategy
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.data.random_state import left_alone
-from orchestra.engine import environment, overrides
+from orchestra.engine import environment, overrides, tracebacks
 from orchestra.engine.cluster import Cluster
 from orchestra.engine.scoring import Evaluate
 from orchestra.engine.spec import TrainArguments
 from orchestra.engine.training import Result, Training
 from orchestra.engine.validate import check_arguments, placed, read_strategy
-from orchestra.errors import OrchestraError, Problem
+from orchestra.errors import Problem
 from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.runs.budget import Budget, Epochs, Steps
 from orchestra.runs.status import RunStatus
@@ -107,11 +107,9 @@ def train(
     with left_alone():
         try:
             return Training(overrides.apply(given), runner_of).result()
-        except OrchestraError as error:
-            if environment.is_told_by_another(error):
-                environment.hush(error)
-            # The message says what is wrong and what to do; a traceback through orchestra's files would only hide it.
-            raise error.with_traceback(None) from None
+        except Exception as error:
+            tracebacks.shorten(error)
+            raise
 
 
 def problems_of(**arguments: Any) -> list[Problem]:

@@ -24,6 +24,7 @@ from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
 from orchestra.cli.tuning import Tuning
 from orchestra.cli.tuning_results import TuningResult
+from orchestra.errors import ConfigError, Problem
 from orchestra.report import model
 from orchestra.runs.events import Scored, encode
 from orchestra.runs.facts import scores_of
@@ -106,10 +107,26 @@ def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_pat
 
 @pytest.mark.timeout(120)
 def test_without_a_score_the_line_to_add_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
-    said = orchestra("compare", write(tmp_path, score="pass"), "-s", "allreduce", *ONCE, "--out", "c")
+    said = orchestra("compare", write(tmp_path, score="pass"), "-s", "allreduce", *ONCE)
     assert said.code == 2
     assert "call optimizer.orchestra.score(accuracy=accuracy) where it evaluates" in said.err
-    assert not repeat.is_taken(tmp_path / "c")
+    assert not [*(tmp_path / "runs").iterdir()]
+
+
+def test_of_a_command_that_is_refused_only_what_others_left_stays(tmp_path: Path) -> None:
+    def refused(out: Path, more: str) -> None:
+        with repeat.kept(["compare", "digits"], out):
+            (out / "ps").mkdir()
+            if more:
+                (out / more).write_text("{}")
+            raise ConfigError([Problem("script", "loop.py", "has no score")])
+
+    (tmp_path / "old").mkdir()
+    for name, more, stays in (("new", "", False), ("old", "", True), ("begun", "tuning.json", True)):
+        with pytest.raises(ConfigError):
+            refused(tmp_path / name, more)
+        assert (tmp_path / name).exists() is stays
+        assert not repeat.is_taken(tmp_path / name)
 
 
 @pytest.mark.nightly

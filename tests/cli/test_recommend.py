@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,18 @@ from tests.cli.conftest import Orchestra, story
 from tests.cli.test_table import row
 from typer.testing import CliRunner
 
-from orchestra.cli import compare, halving, recommend, sources
+from orchestra.cli import assumed, compare, halving, recommend, sources
 from orchestra.cli.app import app
+from orchestra.cli.candidates import Setting
 from orchestra.cli.halving import SuccessiveHalving
 from orchestra.cli.options import Options
 from orchestra.cli.race import options_for
 from orchestra.cli.recommend import Advice, _scaled
 from orchestra.cli.table import StrategyRow
 from orchestra.cli.tuning import Tuning
+from orchestra.clusters.simulated import Simulated
 from orchestra.engine import expression
+from orchestra.engine.compute_times import ConstantTime
 from orchestra.errors import ConfigError, Problem
 from orchestra.report import escaping, model
 from orchestra.strategies.catalogue import ROWS, Hogwild
@@ -58,7 +62,8 @@ def test_an_option_that_is_not_given_is_tuned(
         raise ConfigError([Problem("tuning", None, "is looked at only")])
 
     monkeypatch.setattr(Tuning, "run", run)
-    assert orchestra("recommend", "digits", "--network", "10mbit", "--out", "r", *named).code == 2
+    assert orchestra("recommend", "digits", "--network", "10mbit", *named).code == 2
+    assert [folder.name[17:] for folder in Path("runs").iterdir()] == ["-recommend-digits"]
     assert {name: found.get(expression.show(expression.parse(name))) for name in tried} == tried
 
 
@@ -135,6 +140,16 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     assert told["conditions"] == [""]
     assert {run["strategy"] for run in told["runs"]} == {"localsgd(tau=64)", "localsgd(tau=16)", "allreduce"}
     assert "next: open out/report.html" in said.err
+    assert said.err.endswith("\n  or  orchestra run digits -s 'localsgd(tau=64)' -n 2\n")
+    # The verdict stands alone; how long a step takes on this machine is printed, and not saved.
+    assert re.search(r"\n\nTake localsgd\(tau=64\): .*\n\nIn these runs", said.out)
+    assumption = "The simulation assumes 50 ms for a step of each worker, since no --compute-time was given."
+    assert f"{assumption} With other times another strategy may be first. Measure yours" in said.out
+    here = re.search(r"on this machine a step takes about (\S+) ms: --compute-time constant:(\S+) ", said.err)
+    assert here is not None
+    assert float(here[1]) == pytest.approx(1e3 * float(here[2]))
+    assert assumption in Path("out/table.md").read_text().replace("\\", "")
+    assert "on this machine a step" not in "".join(Path("out", name).read_text() for name in ("table.md", "table.json"))
     page, record = story("out/report.html"), json.loads(Path("out/table.json").read_text())
     assert [page["verdict"]["sentence"], *page["why"]] == record["advice"]
     assert page["fairness"] == record["fairness"]
@@ -255,6 +270,35 @@ def test_where_nothing_is_reached_the_nearest_is_named(tmp_path: Path, monkeypat
     advice = advised(tmp_path, monkeypatch, ["localsgd", "slowmo"], *rows)
     assert not advice.reached
     assert "Nothing reached accuracy ≥ 0.9 in every run; slowmo did in 1 of 2." in advice.words()[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (Setting("ps", own=0.05, factor=1.5), "-s ps -n 2 --batch 8 --lr 0.075 --epochs 3"),
+        (Setting("ps", own=0.05, factor=2.0, momentum=0.0), "-s ps -n 2 --batch 8 --lr 0.1 --momentum 0 --epochs 3"),
+        (Setting("ps", factor=3.0), "-s ps -n 2 --batch 8 --lr-factor 3 --epochs 3"),
+        (None, "-s ps -n 2 --batch 8 --epochs 3"),
+    ],
+)
+def test_the_command_trains_as_recommended(
+    setting: Setting | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advice = advised(tmp_path, monkeypatch, ["ps"], row("ps", 2.0))
+    race = advice.ladder.race
+    shared = replace(race.shared, batch=8, epochs=3.0, straggler="1x5", network="1gbit,1ms", target="accuracy=0.9")
+    advice.ladder.race = replace(race, shared=shared, settings={"ps": setting} if setting else {})
+    assert advice.command() == f"orchestra run digits {said}"
+
+
+def test_what_is_assumed_is_said_unless_it_is_given(tmp_path: Path) -> None:
+    race = compare.prepare(sources.find("digits"), ["ps"], Options(workers=2, sim=True), 1, "accuracy=0.9", tmp_path)
+    assert "assumes 50 ms for a step" in race.table({}).assumes
+    assert "orchestra probe digits" in assumed.of(race)
+    for shared in (replace(race.shared, compute_time="constant:0.05"), replace(race.shared, sim=None)):
+        assert assumed.of(replace(race, shared=shared)) == ""
+    own = replace(race.recipe, more={"cluster": Simulated(compute_time=ConstantTime(0.1))})
+    assert assumed.of(replace(race, recipe=own)) == ""
 
 
 def test_the_stated_error_of_simulations_is_the_measured_one() -> None:

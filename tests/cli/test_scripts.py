@@ -232,6 +232,28 @@ def test_an_error_of_a_users_function_is_told_by_its_own_lines(orchestra: Orches
     assert lines[-1] == "ValueError: of the user's function"
 
 
+MISFIT = """
+import torch, orchestra
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    def forward(self, x):
+        return self.layers(x)
+orchestra.train(model=Net, data=lambda: (torch.ones(8, 2), torch.ones(8, 1)), loss=torch.nn.functional.mse_loss,
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=2)
+"""
+
+
+def test_a_model_that_does_not_fit_is_told_without_the_calls_of_orchestra(orchestra: Orchestra, tmp_path: Path) -> None:
+    (tmp_path / "it.py").write_text(MISFIT)
+    said = orchestra("run", "it.py")
+    assert said.code == 1
+    files = [Path(line.split('"')[1]).name for line in said.err.splitlines() if line.startswith("  File ")]
+    assert files == ["it.py", "it.py", "container.py", "linear.py"]
+    assert "shapes cannot be multiplied (2x2 and 3x1)" in said.err
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(2))])

@@ -235,6 +235,7 @@ def test_what_to_try_next_is_in_the_same_world(orchestra: Orchestra) -> None:
 def test_steps_of_fast_and_slow_workers_are_told_apart(orchestra: Orchestra) -> None:
     said = orchestra("sim", "digits", "-n", "4", "--seconds", "1", "-s", "ps(consistency=asp())",
                      "--straggler", "1x5")  # fmt: skip
+    assert "\n  simulated: network 10gbit,0.1ms, compute time constant:0.05, straggler 1x5\n" in said.out
     assert "4 to 20 steps of each worker" in said.out or "5 to 20 steps of each worker" in said.out
 
 
@@ -242,6 +243,8 @@ def test_a_comparison_says_where_it_took_place(orchestra: Orchestra, tmp_path: P
     said = orchestra("compare", "digits", "--sim", "--network", "10mbps,1ms", "--epochs", "0.2", "-s", "allreduce",
                      "--out", "out", "--no-tune")  # fmt: skip
     assert "virtual seconds: network 10mbps,1ms, compute time constant:0.05" in said.out
+    assert "The simulation assumes 50 ms for a step of each worker" in said.out
+    assert "on this machine a step takes about " in said.err
     assert "virtual seconds" in (tmp_path / "out" / "table.md").read_text()
 
 

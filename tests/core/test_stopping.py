@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -216,9 +219,13 @@ def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -
 def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
     train(AllReduce(), tmp_path, budget=Steps(5), **given)
-    with pytest.raises(ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 8, or budget=Steps\(8\)"):
+    with pytest.raises(
+        ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 6 or more, or budget=Steps\(6\)"
+    ):
         train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
-    with pytest.raises(ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1"):
+    with pytest.raises(
+        ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1 or more"
+    ):
         train(AllReduce(), tmp_path, budget=Seconds(1e-9), resume=True, **given)
     (tmp_path / "ending.json").unlink()  # broken off after the last step: what it learned is not lost
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000005")
@@ -226,6 +233,8 @@ def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "nothing left to do: it ends at step 3" in capsys.readouterr().err
     more = train(AllReduce(), tmp_path, budget=Epochs(2), resume=True, **given)
     assert more.summary.steps > 5
+    with pytest.raises(ConfigError, match=r"nothing left to do: .*; --epochs 3 or more, or budget=Epochs\(3\)"):
+        train(AllReduce(), tmp_path, budget=Epochs(1), resume=True, **given)
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(tau=4), ParameterServer(), asynchronous], ids=repr)
@@ -244,19 +253,23 @@ def test_a_run_that_is_complete_stays_as_it_is(
     assert not again.model.training
     said = capsys.readouterr().err
     assert f"{tmp_path} is complete: 5 steps in " in said
-    assert "Nothing is trained; --steps 10, or budget=Steps(10), would go on." in said
+    assert "Nothing is trained; --steps 6 or more, or budget=Steps(6), would go on." in said
     with pytest.raises(ConfigError, match="it ends at step 4, and the run is already at 5"):
         train(strategy, tmp_path, budget=Steps(4), resume=True, **given)
 
 
 @pytest.mark.parametrize("end", [Steps(5), Seconds(0.4)], ids=["steps", "the clock"])
 @pytest.mark.parametrize("strategy", [LocalSGD(tau=4), ParameterServer()], ids=repr)
-def test_a_larger_budget_goes_on_from_the_end(strategy: Strategy[Any], end: Budget, tmp_path: Path) -> None:
+def test_a_larger_budget_goes_on_from_the_end(
+    strategy: Strategy[Any], end: Budget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(1000), "model": paced(0.02, 0.02)}
     first = train(strategy, tmp_path / "run", budget=end, **given).summary
     saved, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
     assert saved.step == first.steps
+    capsys.readouterr()
     resumed = train(strategy, tmp_path / "run", budget=Steps(first.steps + 3), resume=True, **given)
+    assert capsys.readouterr().err == f"continues from the checkpoint of step {first.steps:,}\n"
     assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == first.steps + 3
     whole = train(strategy, tmp_path / "whole", budget=Steps(first.steps + 3), **given)
     assert_same(resumed.model, whole.model)
@@ -296,6 +309,37 @@ def test_interrupted_is_a_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(AllReduce(), tmp_path, workers=2, model=paced(0.05, 0.05), budget=Steps(1000),
               progress=press_when(steps_done(2)))  # fmt: skip
+
+
+_SCRIPT = """
+import torch, orchestra
+from orchestra import Local, Steps
+
+def data():
+    return torch.ones(8, 3), torch.ones(8, 1)
+
+if __name__ == "__main__":
+    orchestra.train(model=lambda: torch.nn.Linear(3, 1), data=data, loss=torch.nn.functional.mse_loss, batch=2,
+                    optimizer=lambda p: torch.optim.SGD(p, lr=0.01), cluster=Local(workers=1), out="run",
+                    budget=Steps(10**9))
+"""
+
+
+def test_a_script_ends_by_an_error_in_few_lines_and_with_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    command: dict[str, Any] = {"args": [sys.executable, "script.py"], "cwd": tmp_path, "text": True}
+    process = subprocess.Popen(stderr=subprocess.PIPE, **command)
+    wait_until(lambda: any(event.stat().st_size for event in tmp_path.glob("run/events-0.jsonl")))
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert re.fullmatch(r"stopped by SIGTERM\. A checkpoint of step .*, resume=True\)\n", told)
+    again = subprocess.run(capture_output=True, timeout=60, **command)
+    assert again.returncode == ConfigError.exit_code
+    place, *_, kind, message = again.stderr.splitlines()
+    assert "script.py" in place
+    assert kind == "ConfigError: 1 problem"
+    assert message.endswith("choose a new folder, or go on from its checkpoint with resume=True in this call")
 
 
 def steps_of(run: Path, rank: int) -> dict[int, float]:

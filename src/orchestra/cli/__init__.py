@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from orchestra.cli.tracebacks import from_users_code
 from orchestra.engine import environment
+from orchestra.engine.tracebacks import from_users_code
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
 
 _INTERRUPTED = 130

@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
+from orchestra.cli import assumed, candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.concluding import conclude
@@ -127,15 +128,17 @@ def compare(
     rates = () if lrs is None else tuning.read(lrs, source)
     for text in asserted or []:
         claims.parse(text, race.strategies)  # refuse a claim that cannot be read before anything runs
-    repeat.keep(context.obj, race.out)
-    race = goals.settle(race, quiet=quiet)
-    if fixed is None:
-        race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
-    else:
-        race = dataclasses.replace(race, tuning=fixed)
-    said = [claims.parse(text, race.strategies) for text in asserted or []]
-    table = race.run(quiet=quiet)
-    conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)
+    with repeat.kept(context.obj, race.out):
+        race = goals.settle(race, quiet=quiet)
+        if fixed is None:
+            race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
+        else:
+            race = dataclasses.replace(race, tuning=fixed)
+        said = [claims.parse(text, race.strategies) for text in asserted or []]
+        table = race.run(quiet=quiet)
+    beside = partial(assumed.tell_measured, race)
+    fair = race.fairness(table)
+    conclude(table, race.out, as_json=json_, quiet=quiet, fair=fair, asserted=said, beside=beside)
 
 
 def prepare(
@@ -146,6 +149,7 @@ def prepare(
     target: str | None,
     out: Path | None,
     lab: str | None = None,
+    verb: str = "compare",
 ) -> Race:
     """Check everything before anything runs, or raise a `ConfigError` with every problem."""
     from orchestra.worlds.shared_memory import fork_server
@@ -166,7 +170,17 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    what = (source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts))
+    what = (
+        source,
+        recipe,
+        names,
+        shared,
+        seeds,
+        goal,
+        out or _new_folder(source.label, verb),
+        lab,
+        candidates.fixed(texts),
+    )
     return Race(*what, stream=None if isinstance(recipe, Loop) else streams.samples_of(recipe.data))
 
 
@@ -235,6 +249,6 @@ def _endless(recipe: Recipe, shared: Options) -> Iterator[Problem]:
         yield Problem("epochs", None, message)
 
 
-def _new_folder(label: str) -> Path:
-    stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-compare-{label}"
+def _new_folder(label: str, verb: str) -> Path:
+    stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{verb}-{label}"
     return next(p for i in range(1, 1000) if not (p := Path("runs") / (stem + (f"-{i}" if i > 1 else ""))).exists())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from orchestra.cli import summary
 from orchestra.report import escaping
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from orchestra.cli.claims import Claim
     from orchestra.cli.table import Table
     from orchestra.runs.budget import Target
@@ -26,9 +28,19 @@ _DOES_NOT_HOLD = 9  # exit code
 
 
 def conclude(
-    table: Table, out: Path, *, as_json: bool, quiet: bool, fair: Sequence[str] = (), asserted: Sequence[Claim] = ()
+    table: Table,
+    out: Path,
+    *,
+    as_json: bool,
+    quiet: bool,
+    fair: Sequence[str] = (),
+    asserted: Sequence[Claim] = (),
+    beside: Callable[[], None] = lambda: None,
 ) -> None:
-    """Save the table and the page, print the findings, and fail if a run failed or a claim does not hold."""
+    """Save the table and the page, print the findings, and fail if a run failed or a claim does not hold.
+
+    `beside` prints what is not saved.
+    """
     record = save(table, out, fair)
     if any(row.done for row in table.rows):
         write_page(out, table.target)
@@ -40,6 +52,7 @@ def conclude(
         for claim in asserted:
             print(claim.told(table))
         if not quiet:
+            beside()
             where = summary.nearby(out)
             summary.say(f"\nsaved: {where}/{PAGE}, table.md and table.json")
             summary.say(f"next: open {where}/{PAGE} · orchestra explain {table.ranked[0].strategy.split('(')[0]}")
@@ -72,11 +85,16 @@ def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
     return record
 
 
+def console_of_table() -> Console:
+    """Return standard output as the table and all text beside it are printed: equally wide."""
+    return summary.console_for(80 if sys.stdout.isatty() else 200)
+
+
 def show(table: Table, words: Sequence[str], fair: Sequence[str] = ()) -> None:
     """Print the table and the findings."""
     from rich.table import Table as Grid
 
-    console = summary.console_for(80 if sys.stdout.isatty() else 200)
+    console = console_of_table()
     narrow = console.width < _WIDE
     grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0))
     for i, heading in enumerate(table.columns(narrow=narrow)):

@@ -26,7 +26,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     if winners:
         first = ties.choose(tied)[0] if len(tied) > 1 else winners[0]
         said += [*reasons.why(table, first), *_cut_short(table, first), *_traffic(table, first)]
-    said += [*judged.doubts, *_told_apart(table), *_stale(table)]
+    said += [*judged.doubts, *_told_apart(table), *_stale(table), *([table.assumes] if table.assumes else [])]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
     if crowded and cores:
         most = max(row.workers + row.servers for row in crowded)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import fairness, in_lab, loop_runs, sources, summary
+from orchestra.cli import assumed, fairness, in_lab, loop_runs, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import is_solo
 from orchestra.cli.concluding import conclude
@@ -176,7 +176,9 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, self._world(), self.shared.target is not None, bool(self.settings), self.settings)
+        return Table(
+            *what, self._world(), self.shared.target is not None, bool(self.settings), self.settings, assumed.of(self)
+        )
 
     def fairness(self, table: Table) -> list[str]:
         """Return what all runs had in common, read from their folders."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra.cli import assumed, concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.halving import GIVEN_UP, USUAL_SHARE, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
@@ -86,13 +88,14 @@ def recommend(
     texts, unfit = _fit(listed, shared, loop=source.holds_loop)
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
-    race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
+    race = racing.prepare(source, texts, shared, seeds, target, out, verb="recommend")
+    with repeat.kept(context.obj, race.out):
+        race = goals.settle(race, quiet=quiet)
     if not strategies:  # the catalogue has several values of each main option
         race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same budget for all; a slow one may be given up earlier
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
-    repeat.keep(context.obj, race.out)
     fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
     race = _tuned(race, seeds, quiet=quiet) if fixed is None else dataclasses.replace(race, tuning=fixed)
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
@@ -204,6 +207,8 @@ class Advice:
                 "them, the order may differ. Check with `orchestra launch --hosts FILE -- run ...` there."
             )
             return
+        if self.table.assumes:
+            yield self.table.assumes
         yield (
             "Simulated, not measured: between hosts of a lab, the step time predicted from rates and latencies alone "
             f"had a median error of {_ERROR:.0%}, and of more than {_ERROR_OF_A_TENTH:.0%} in one case of ten. "
@@ -268,22 +273,53 @@ class Advice:
         found |= {"why": why, "fairness": self.ladder.race.fairness(self.table)}
         checkpoint.write_text(self.ladder.race.out / concluding.PAGE, page.write(found))
 
+    def command(self) -> str:
+        """Return the command that trains as recommended."""
+        race, first = self.ladder.race, self.finalists[0].strategy
+        source, setting = race.source, race.settings.get(first)
+        chosen = options_for(first, dataclasses.replace(race.shared, epochs=None))
+        given: dict[str, Any] = {
+            "-s": first,
+            "-n": chosen.workers,
+            "--batch": chosen.batch,
+            "--optimizer": chosen.optimizer,
+        }
+        given |= {"--lr": chosen.lr} if race.shared.lr is not None else {}
+        if setting is not None and math.isnan(setting.rate):
+            given |= {"--lr-factor": f"{setting.factor:.3g}"} if setting.factor != 1 else {}
+        elif setting is not None:
+            given |= {
+                "--lr": f"{setting.rate:.3g}",
+                "--momentum": None if setting.momentum is None else f"{setting.momentum:g}",
+            }
+        if race.epochs != race.recipe.epochs and not math.isnan(race.epochs):
+            given["--epochs"] = f"{race.epochs:g}"
+        words = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+        what = source.name if source.path is None else summary.nearby(source.path)
+        args = f" -- {shlex.join(source.args)}" if source.args else ""
+        return f"orchestra run {shlex.quote(what)} {' '.join(words)}{args}"
+
     def tell(self, *, as_json: bool, quiet: bool) -> None:
         """Print the recommendation."""
         if as_json:
             summary.print_json(self.record())
             return
         concluding.show(self.table, [], self.ladder.race.fairness(self.table))
-        console = summary.console_for(100)
+        console = concluding.console_of_table()
         if self.others:
-            console.print("left out earlier: " + "; ".join(self.left_out()) + "\n", style="dim")
-        for sentence in self.words():
+            console.print("\nleft out earlier: " + "; ".join(self.left_out()), style="dim")
+        first, *more = self.words()
+        console.print(f"\n{first}\n")
+        for sentence in more:
             console.print(sentence)
         if not quiet:
+            assumed.tell_measured(self.ladder.race)
             unfit = "; ".join(f"{text} ({why})" for text, why in self.unfit.items())
             summary.say(f"\nnot tried: {unfit}" if unfit else "")
             out = summary.nearby(self.ladder.race.out)
             summary.say(f"saved: {out}/{concluding.PAGE}, table.md and table.json\nnext: open {out}/{concluding.PAGE}")
+            if self.reached:
+                summary.say(f"  or  {self.command()}")
 
 
 def _lead(table: Table, first: str, other: str) -> str | None:

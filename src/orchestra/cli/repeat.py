@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from orchestra.errors import ConfigError
 from orchestra.runs.reading import object_in
 
 NAME = "command.json"
@@ -21,6 +24,19 @@ def keep(typed: Sequence[str], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     words = ["orchestra", *_without_out(typed)]
     checkpoint.write_text(out / NAME, json.dumps({"command": words}, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def kept(typed: Sequence[str], out: Path) -> Iterator[None]:
+    """Keep a command; if it is refused before anything else is in the folder, and the folder is new, delete both."""
+    is_new = not out.exists()
+    keep(typed, out)
+    try:
+        yield
+    except ConfigError:
+        if is_new and all(path.is_dir() or path == out / NAME for path in out.rglob("*")):
+            shutil.rmtree(out)
+        raise
 
 
 def is_taken(out: Path) -> bool:

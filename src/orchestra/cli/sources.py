@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from orchestra import recipes
-from orchestra.cli.tracebacks import from_users_code
 from orchestra.engine import overrides, script_names
 from orchestra.engine.overrides import Change
+from orchestra.engine.tracebacks import from_users_code
 from orchestra.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from orchestra.runs.facts import Facts, TimeShare
 
 _MOST_ROWS = 16  # of the table of nodes; nodes with equal shares are one row
+# the same time for every step, as a run folder records it, and how many workers are how much slower
+_CONSTANT = re.compile(r"(?:Slow\(base=)?ConstantTime\(time=([^)]+)\)(?:, count=(\d+), factor=([^)]+)\))?")
 
 
 def print_json(value: Any) -> None:
@@ -62,7 +65,7 @@ def describe(run: Path, facts: Facts) -> str:
         else "  timing only: nothing was trained",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]
-    lines += _happened(facts)
+    lines += [*_happened(facts), *(_simulated(run) if facts.virtual else [])]
     if (run / "topology.json").exists():
         lines.append(f"  {files.read_json(run / 'topology.json')['words']}")
     if facts.skipped:
@@ -97,6 +100,18 @@ def _happened(facts: Facts) -> Iterator[str]:
     if facts.retired:
         names = ", ".join(map(str, facts.retired))
         yield (f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all")
+
+
+def _simulated(run: Path) -> Iterator[str]:
+    """Yield the network and the compute times of a simulated run, as options spell them."""
+    config = files.read_json(run / "config.json")
+    cluster, given = config.get("cluster") or {}, (config.get("note") or {}).get("options") or {}
+    constant = _CONSTANT.fullmatch(str(cluster.get("compute_time")))
+    usual = cluster.get("compute_time") if constant is None else f"constant:{constant[1]}"
+    straggler = f"{constant[2]}x{float(constant[3]):g}" if constant and constant[2] else given.get("straggler")
+    slow = f", straggler {straggler}" if straggler else ""
+    network, time = given.get("network") or cluster.get("network"), given.get("compute_time") or usual
+    yield f"  simulated: network {network}, compute time {time}{slow}"
 
 
 def _steps(facts: Facts) -> str:

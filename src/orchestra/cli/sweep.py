@@ -80,8 +80,8 @@ def sweep(
         (values, racing.prepare(source, texts, under(base, values), seeds, target, folder / _slug(values)))
         for values in _conditions(axes)
     ]
-    repeat.keep(context.obj, folder)
-    settled = goals.settle(races[0][1], quiet=quiet)  # one target for all conditions
+    with repeat.kept(context.obj, folder):
+        settled = goals.settle(races[0][1], quiet=quiet)  # one target for all conditions
     found = settled.chosen_target
     races = [
         (values, replace(race, target=settled.target, chosen_target=found, tuning=fixed or ""))

@@ -158,6 +158,7 @@ class Table:
     stops: bool = False  # runs end at the target
     tuned: bool = False  # each strategy runs with the learning rate that was best for it
     settings: Mapping[str, object] = field(default_factory=dict)  # what tuning found
+    assumes: str = ""  # what a simulation assumes without having been told
 
     @property
     def is_loop(self) -> bool:

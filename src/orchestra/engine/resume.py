@@ -139,8 +139,8 @@ def _holder(saved: Checkpoint) -> int:
     return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
 
 
-def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> None:
-    """Refuse a budget that is already spent; `done`: seconds of training so far.
+def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> bool:
+    """Return whether anything is left to train; refuse a budget that is already spent. `done`: seconds so far.
 
     A run that was interrupted after its last step may still be concluded.
     """
@@ -158,12 +158,13 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
         timed = True
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
-        return
+        return True
     more = larger(budgets.parts(spec.budget), step, done, spec.steps_per_epoch, timed=timed)
     message = f"nothing left to do: {why}; {_go_on(more)}"
     if spent or ended is not None:
         raise ConfigError([Problem("budget", budgets.words(budget_of(spec)), message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
+    return False
 
 
 def remember(folder: Path, **now: Any) -> None:
@@ -175,7 +176,9 @@ def remember(folder: Path, **now: Any) -> None:
 def larger(
     parts: Iterable[object], steps: int, seconds: float, steps_per_epoch: int | None, *, timed: bool
 ) -> Epochs | Steps | Seconds | None:
-    """Return a budget that goes on after so many steps and seconds; None if no part of the budget is of these kinds.
+    """Return the least budget, in whole numbers, that goes on after so many steps and seconds.
+
+    It is in the unit of the part that ran out; None if no part of the budget is of these kinds.
 
     `timed`: the seconds ran out, so that more of them are needed. Without `steps_per_epoch` all epochs count as done.
     """
@@ -183,12 +186,11 @@ def larger(
     ran_out = [part for part in limits if isinstance(part, Seconds) == timed]
     match next(iter(ran_out or limits), None):
         case Epochs(count):
-            done = math.ceil(steps / steps_per_epoch if steps_per_epoch else count)
-            return Epochs(done + math.ceil(count))
-        case Steps(count):
-            return Steps(steps + count)
-        case Seconds(count):
-            return Seconds(math.ceil(seconds + count))
+            return Epochs((steps // steps_per_epoch if steps_per_epoch else math.floor(count)) + 1)
+        case Steps():
+            return Steps(steps + 1)
+        case Seconds():
+            return Seconds(math.floor(seconds) + 1)
     return None
 
 
@@ -196,7 +198,7 @@ def _go_on(more: Epochs | Steps | Seconds | None) -> str:
     if more is None:
         return "a larger budget would go on"
     name = type(more).__name__
-    return f"--{name.lower()} {more.count}, or budget={name}({more.count}), would go on"
+    return f"--{name.lower()} {more.count} or more, or budget={name}({more.count}), would go on"
 
 
 def _is_of(saved: Checkpoint, event: Event) -> bool:

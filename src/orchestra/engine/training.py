@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -107,7 +108,9 @@ class Training:
             largest = resuming.largest_part(self.module, spec.workers + spec.servers)
             self.saved = resuming.find(self.folder, about, self.runner, largest)
             spec, resumed_at = self.spec(), resuming.clock(self.saved)
-            resuming.look_at_budget(self.folder, self.saved, spec, resumed_at)
+            goes_on = resuming.look_at_budget(self.folder, self.saved, spec, resumed_at)
+            if goes_on and not progress.is_silent(spec.progress):
+                print(f"continues from the checkpoint of step {self.saved.step:,}", file=sys.stderr)
             resuming.forget_after(self.folder, self.saved)
             resuming.remember(self.folder, budget=budget, note=self.given.note)
         scorer = self._scorer()
@@ -148,7 +151,7 @@ class Training:
             conclusion = Conclusion(
                 self.folder, spec.launch, self.module, scorer, spec.keep_snapshots, prepared.how_to_resume
             )
-            metrics, facts = conclusion.conclude(ending, partial(shown.count, "scoring snapshots"))
+            metrics, facts = conclusion.conclude(ending, shown.scored)
             result = Result(self.module, metrics, facts, self.folder)
             model = partial(read_exported, self.module, self.folder / MODEL)
             ending.tell(lambda: RunOutcome(str(result.run), result.metrics, result.summary.as_dict(), model()))

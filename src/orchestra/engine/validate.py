@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import orchestra.runs.budget as budgets
 from orchestra.core.strategy import Strategy
-from orchestra.engine import checks, expression
+from orchestra.engine import checkpoint, checks, expression
 from orchestra.engine.cluster import Cluster, resolve_device
 from orchestra.engine.fields import check_fields
 from orchestra.engine.first_gradient import try_gradient
@@ -24,7 +25,7 @@ from orchestra.engine.spec import TrainArguments
 from orchestra.errors import ConfigError, Problem
 from orchestra.model.replica import problems_of
 from orchestra.model.schedules import Curve
-from orchestra.runs import run_lock
+from orchestra.runs import reading, run_lock
 from orchestra.runs.budget import Epochs, Steps, Target
 
 
@@ -165,11 +166,19 @@ def _check_folder(given: TrainArguments) -> Iterator[Problem]:
         if not Path(out).is_dir():
             yield Problem("out", str(out), "is a file: choose a folder")
         elif any(Path(out).iterdir()) and not run_lock.never_began(Path(out)):
-            message = (
-                "is not empty: choose a new folder, or go on from its checkpoint: `orchestra resume` on the command "
-                "line, resume=True in a script"
-            )
-            yield Problem("out", str(out), message)
+            yield Problem("out", str(out), f"is not empty: choose a new folder{_or_resume(Path(out))}")
+
+
+def _or_resume(folder: Path) -> str:
+    """Return how the run in a folder is resumed, as the second of two choices; nothing if it has no checkpoint."""
+    try:
+        note = reading.config_of(folder)["note"]
+    except reading.Unreadable:
+        return ""
+    if not checkpoint.found_in(folder / "checkpoints"):
+        return ""
+    how = f"`{shlex.join(['orchestra', 'resume', str(folder)])}`" if "recipe" in note else "resume=True in this call"
+    return f", or go on from its checkpoint with {how}"
 
 
 def check_model_and_data(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a script: errors in a few lines, also sent to the other processes, and a call of a missing `finish`."""
+"""The end of a script: its error is sent to the other processes, and a missing `finish` is called."""
 
 from __future__ import annotations
 
@@ -7,61 +7,16 @@ import atexit
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
-from orchestra.engine.environment import is_member
+from orchestra.engine.tracebacks import Hook, formatted
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerLost
 from orchestra.user_loop.peers import Peers
 
 FORGOTTEN = "ended without optimizer.finish()"
-_NOT_THE_LOOPS = tuple(
-    {str(Path(__file__).parents[1]), *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))}
-)
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-class _ErrorPrinter:
-    """An excepthook that prints orchestra's errors in a few lines, and passes other errors to the previous hook."""
-
-    def __init__(self) -> None:
-        self._before: Hook | None = None
-
-    def install(self) -> None:
-        """Install the hook, unless it or a later one is installed."""
-        if self._before is None or sys.excepthook is sys.__excepthook__:
-            self._before, sys.excepthook = sys.excepthook, self
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an uncaught error."""
-        assert self._before is not None
-        if not isinstance(error, OrchestraError):
-            self._before(kind, error, trace)
-            return
-        if self._before is sys.__excepthook__:
-            # In one write, since other processes write there, too. Of several interrupted ones, only the first prints.
-            sys.stderr.write("" if isinstance(error, Interrupted) and is_member() else formatted(error, trace))
-        else:
-            self._before(kind, error, trace)
-        raise SystemExit(error.exit_code)
-
-
-error_printer = _ErrorPrinter()
-
-
-def formatted(error: OrchestraError, trace: TracebackType | None) -> str:
-    """Return an error with the lines of the user's loop, without the frames of orchestra."""
-    if isinstance(error, Interrupted):
-        return f"{error}\n"
-    # An error of another process is unrelated to this process's stack.
-    frames = [] if isinstance(error, Stopped | WorkerLost) else traceback.extract_tb(trace)
-    lines = traceback.format_list([f for f in frames if not f.filename.startswith((*_NOT_THE_LOOPS, "<frozen"))])
-    return f"{''.join(lines)}{type(error).__name__}: {error}\n"
 
 
 class Terminated(KeyboardInterrupt):
