@@ -226,7 +226,9 @@ def test_a_score_of_before_the_checkpoint_is_kept_though_the_last_worker_was_lat
         train(LocalSGD(tau=10), tmp_path, model=trapped(slow, death), budget=either(True, 5), **given)
     assert checkpoint.newest(tmp_path / "checkpoints")[0].step == 3
     train(LocalSGD(tau=10), tmp_path, model=trapped(), budget=either(True, 5), resume=True, **given)
-    assert [s.number for s in scores_of(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    scores = scores_of(tmp_path)
+    assert [s.number for s in scores] == [0, 1, 2, 3, 4, 5, 6]
+    assert [s.t for s in scores] == sorted(s.t for s in scores), "the clock goes on from the last worker's"
 
 
 def _die_when_scored(run: Path, count: int) -> None:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,14 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def read_tree(path: Path) -> Any:
-    """Read what `write_tree` wrote."""
+def read_tree(path: Path, *, tensors: bool = True) -> Any:
+    """Read what `write_tree` wrote; without `tensors`, None in the place of each, and no bytes of them are read."""
     try:
         files.open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
-        return fill(json.loads(metadata["tree"]), tensors)
+            found = {key: file.get_tensor(key) if tensors else None for key in file.keys()}  # noqa: SIM118  not a dict
+        return fill(json.loads(metadata["tree"]), found)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. It is damaged, or no checkpoint of this program."
@@ -126,7 +127,7 @@ def outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def fill(structure: Any, tensors: dict[str, Tensor]) -> Any:
+def fill(structure: Any, tensors: Mapping[str, Tensor | None]) -> Any:
     """Return the tree from its outline and tensors, with dicts for dataclasses."""
     match structure:
         case {"$": "tensor", "key": key}:
@@ -164,9 +165,9 @@ class Checkpoint:
     step: int
     manifest: dict[str, Any]
 
-    def node(self, rank: int) -> Any:
-        """Return the part that one node wrote."""
-        return read_tree(self.path / part_name(rank))
+    def node(self, rank: int, *, tensors: bool = True) -> Any:
+        """Return the part that one node wrote, with or without its tensors."""
+        return read_tree(self.path / part_name(rank), tensors=tensors)
 
 
 def part_name(rank: int) -> str:

@@ -117,14 +117,14 @@ def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSp
 
 
 def clock(saved: Checkpoint) -> float:
-    """Return the seconds of training at a checkpoint: the latest of the nodes that save models, and worker 0."""
-    return max(_progress(saved, node)[0] for node in {0, _holder(saved)})
+    """Return the seconds of training at a checkpoint: those of the node that saved last."""
+    return max(_progress(saved, node)[0] for node in range(saved.manifest["workers"] + saved.manifest["servers"]))
 
 
 def _progress(saved: Checkpoint, node: int) -> tuple[float, int]:
     """Return the seconds of training and the number of snapshots in a node's part."""
     try:
-        part = saved.node(node)
+        part = saved.node(node, tensors=False)
         seconds, snapshots = part["cost"][0], part["counts"][3]
         if not 0 <= seconds < math.inf or type(snapshots) is not int:
             raise ValueError(f"{seconds!r} seconds, {snapshots!r} snapshots")
