@@ -71,9 +71,15 @@ def test_scoring_at_the_end_shows_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(progress, "_QUICK", 0.0)
     monkeypatch.setattr(progress.PlainScreen, "every", 0.0)
-    train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
-          progress=True, **SCORED)  # fmt: skip
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("scoring snapshots")]
+
+    def lines_of(out: str) -> list[str]:
+        train(AllReduce(), tmp_path / out, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
+              progress=True, **SCORED)  # fmt: skip
+        return [line for line in capfd.readouterr().err.splitlines() if line.startswith("scoring ")]
+
+    assert lines_of("into a file") == ["scoring 4 snapshots"]
+    monkeypatch.setattr(progress.PlainScreen, "redraws", True)
+    lines = lines_of("on a terminal")
     assert [line.rpartition("  ")[2] for line in lines] == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
     assert lines[2].count("━") == lines[2].count("─") == 15
 
@@ -81,7 +87,7 @@ def test_scoring_at_the_end_shows_how_far_it_is(
 def test_what_is_quick_needs_no_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_QUICK", 60.0)
+    monkeypatch.setattr(progress.PlainScreen, "every", 60.0)
     train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
           progress=True, **SCORED)  # fmt: skip
-    assert "scoring snapshots" not in capfd.readouterr().err
+    assert "scoring " not in capfd.readouterr().err

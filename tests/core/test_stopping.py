@@ -219,9 +219,13 @@ def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -
 def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
     train(AllReduce(), tmp_path, budget=Steps(5), **given)
-    with pytest.raises(ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 8, or budget=Steps\(8\)"):
+    with pytest.raises(
+        ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 6 or more, or budget=Steps\(6\)"
+    ):
         train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
-    with pytest.raises(ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1"):
+    with pytest.raises(
+        ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1 or more"
+    ):
         train(AllReduce(), tmp_path, budget=Seconds(1e-9), resume=True, **given)
     (tmp_path / "ending.json").unlink()  # broken off after the last step: what it learned is not lost
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000005")
@@ -229,6 +233,8 @@ def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "nothing left to do: it ends at step 3" in capsys.readouterr().err
     more = train(AllReduce(), tmp_path, budget=Epochs(2), resume=True, **given)
     assert more.summary.steps > 5
+    with pytest.raises(ConfigError, match=r"nothing left to do: .*; --epochs 3 or more, or budget=Epochs\(3\)"):
+        train(AllReduce(), tmp_path, budget=Epochs(1), resume=True, **given)
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(tau=4), ParameterServer(), asynchronous], ids=repr)
@@ -247,7 +253,7 @@ def test_a_run_that_is_complete_stays_as_it_is(
     assert not again.model.training
     said = capsys.readouterr().err
     assert f"{tmp_path} is complete: 5 steps in " in said
-    assert "Nothing is trained; --steps 10, or budget=Steps(10), would go on." in said
+    assert "Nothing is trained; --steps 6 or more, or budget=Steps(6), would go on." in said
     with pytest.raises(ConfigError, match="it ends at step 4, and the run is already at 5"):
         train(strategy, tmp_path, budget=Steps(4), resume=True, **given)
 

@@ -211,7 +211,7 @@ LARGER = "a larger budget, e.g. --epochs 10, would go on"
     [
         (["epochs=x"], f"its budget was epochs=x; {LARGER}"),
         (["seconds=nan", "steps=1e999", "epochs=3.5"],
-         "its budget was nan seconds or inf steps or 3.5 epochs; --epochs 8 would go on"),
+         "its budget was nan seconds or inf steps or 3.5 epochs; --epochs 4 or more would go on"),
         (["steps=\x1b[2J"], f"its budget was steps=\\u001b[2J; {LARGER}"),
         ([None, 3], f"its budget was None or 3; {LARGER}"),
         ("steps=3", f"its budget is unknown; {LARGER}"),

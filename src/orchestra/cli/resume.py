@@ -113,7 +113,7 @@ def _further(run: Path, config: dict[str, Any], facts: Facts) -> str:
     more = resume.larger(budget.read(texts), facts.steps, facts.seconds, None, timed=facts.stopped_by == "seconds")
     if more is None:
         return f"{ended}; a larger budget, e.g. --epochs 10, would go on"
-    return f"{ended}; --{type(more).__name__.lower()} {more.count} would go on"
+    return f"{ended}; --{type(more).__name__.lower()} {more.count} or more would go on"
 
 
 def _checkpoints(run: Path) -> list[Path]:

@@ -176,7 +176,9 @@ def remember(folder: Path, **now: Any) -> None:
 def larger(
     parts: Iterable[object], steps: int, seconds: float, steps_per_epoch: int | None, *, timed: bool
 ) -> Epochs | Steps | Seconds | None:
-    """Return a budget that goes on after so many steps and seconds; None if no part of the budget is of these kinds.
+    """Return the least budget, in whole numbers, that goes on after so many steps and seconds.
+
+    It is in the unit of the part that ran out; None if no part of the budget is of these kinds.
 
     `timed`: the seconds ran out, so that more of them are needed. Without `steps_per_epoch` all epochs count as done.
     """
@@ -184,12 +186,11 @@ def larger(
     ran_out = [part for part in limits if isinstance(part, Seconds) == timed]
     match next(iter(ran_out or limits), None):
         case Epochs(count):
-            done = math.ceil(steps / steps_per_epoch if steps_per_epoch else count)
-            return Epochs(done + math.ceil(count))
-        case Steps(count):
-            return Steps(steps + count)
-        case Seconds(count):
-            return Seconds(math.ceil(seconds + count))
+            return Epochs((steps // steps_per_epoch if steps_per_epoch else math.floor(count)) + 1)
+        case Steps():
+            return Steps(steps + 1)
+        case Seconds():
+            return Seconds(math.floor(seconds) + 1)
     return None
 
 
@@ -197,7 +198,7 @@ def _go_on(more: Epochs | Steps | Seconds | None) -> str:
     if more is None:
         return "a larger budget would go on"
     name = type(more).__name__
-    return f"--{name.lower()} {more.count}, or budget={name}({more.count}), would go on"
+    return f"--{name.lower()} {more.count} or more, or budget={name}({more.count}), would go on"
 
 
 def _is_of(saved: Checkpoint, event: Event) -> bool:

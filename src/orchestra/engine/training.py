@@ -151,7 +151,7 @@ class Training:
             conclusion = Conclusion(
                 self.folder, spec.launch, self.module, scorer, spec.keep_snapshots, prepared.how_to_resume
             )
-            metrics, facts = conclusion.conclude(ending, partial(shown.count, "scoring snapshots"))
+            metrics, facts = conclusion.conclude(ending, shown.scored)
             result = Result(self.module, metrics, facts, self.folder)
             model = partial(read_exported, self.module, self.folder / MODEL)
             ending.tell(lambda: RunOutcome(str(result.run), result.metrics, result.summary.as_dict(), model()))

@@ -146,6 +146,7 @@ class Screen(Protocol):
     delay: float  # seconds before the first picture
     every: float  # seconds between two pictures
     finale: bool  # whether the last picture is always shown
+    redraws: bool  # whether a line replaces the one before
 
     def show(self, picture: Picture) -> None:
         """Show a picture."""
@@ -161,6 +162,7 @@ class PlainScreen:
     """One line every few seconds, for files and pipes; `alone` if there will be no summary at the end."""
 
     every = 5.0
+    redraws = False
 
     def __init__(self, *, alone: bool = False) -> None:
         self.delay = 0.0 if alone else 5.0  # a short run needs only its summary
@@ -218,6 +220,7 @@ class LiveScreen:
     delay = 0.0
     every = 0.125
     finale = False
+    redraws = True
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -319,15 +322,25 @@ class Display:
             # Counted from the end of the drawing, so that a slow terminal does not slow the run down.
             self._next = time.monotonic() + self._screen.every
 
-    def count(self, what: str, done: int, of: int) -> None:
-        """Show how many of something are done, but only after a second: a short task needs no display."""
+    def scored(self, done: int, of: int) -> None:
+        """Show how many snapshots are scored, but only after a second: a short task needs no display.
+
+        Where a line cannot be redrawn, say once that they are scored.
+        """
+        if self._screen is None:
+            return
         clock = time.monotonic()
         if done == 0:
-            self._due = clock + _QUICK
-        if self._screen is not None and clock >= self._due:
+            self._due = clock + (_QUICK if self._screen.redraws else self._screen.every)
+        if clock < self._due:
+            return
+        if self._screen.redraws:
             filled = round(_BAR * done / max(1, of))
-            self._screen.tell(f"{what}  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
+            self._screen.tell(f"scoring snapshots  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
             self._due = time.monotonic() + self._screen.every
+        else:
+            self._screen.tell(f"scoring {plural(of, 'snapshot')}")
+            self._due = math.inf
 
     def close(self) -> None:
         """Leave the terminal as it was."""
