@@ -35,6 +35,7 @@ from orchestra.data.file_sources import (
     WebAddress,
 )
 from orchestra.errors import ConfigError, EnvironmentProblem
+from orchestra.formatting import size
 
 BUNDLED = [entry for entry in data.CATALOGUE.values() if entry.bundled]
 
@@ -196,11 +197,17 @@ def test_fetched_files_become_images(
 
 
 def test_a_tampered_cached_file_is_refused_by_name_and_fetching_replaces_it(
-    files: dict[str, bytes], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, bytes],
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     entry = tiny(files, LocalFolder(lay(tmp_path / "source", files)))
     monkeypatch.setattr(sets, "MNIST", entry)
     load.mnist("train")
+    load.mnist("test")
+    assert capsys.readouterr().err == f"fetched mnist ({size(entry.nbytes)}) to {cache / 'mnist'}\n"
     path = cache / "mnist" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from pathlib import Path
 from orchestra.data.file_sources import DataFile, FileSource, SourceFailed
 from orchestra.data.sets import BUNDLED, DataSet
 from orchestra.errors import EnvironmentProblem
+from orchestra.formatting import size
 
 _log = logging.getLogger(__name__)
 
@@ -81,12 +83,12 @@ def ensure(entry: DataSet) -> Path:
     """
     folder = folder_of(entry)
     if not entry.bundled and not all((folder / file.name).exists() for file in entry.files):
-        fetch(entry)
+        fetch(entry, tell=True)
     return folder
 
 
-def fetch(entry: DataSet) -> Path:
-    """Fetch every file of `entry` that is missing or wrong; return the folder."""
+def fetch(entry: DataSet, *, tell: bool = False) -> Path:
+    """Fetch every file of `entry` that is missing or wrong; return the folder. `tell`: print what was fetched."""
     folder = folder_of(entry)
     if entry.bundled:
         for file in entry.files:
@@ -98,6 +100,8 @@ def fetch(entry: DataSet) -> Path:
             wanted = [file for file in entry.files if trouble(entry, file) is not None]
             if wanted:
                 _try_each_way(entry, wanted, folder)
+                if tell:
+                    print(f"fetched {entry.name} ({size(sum(f.nbytes for f in wanted))}) to {folder}", file=sys.stderr)
     except OSError as error:
         message = f"{error.filename or folder} cannot be written: {error.strerror or error}."
         raise EnvironmentProblem(f"{message} Set ORCHESTRA_DATA to a folder that can hold {entry.name}.") from error
