@@ -35,7 +35,6 @@ from orchestra.data.file_sources import (
     WebAddress,
 )
 from orchestra.errors import ConfigError, EnvironmentProblem
-from orchestra.formatting import size
 
 BUNDLED = [entry for entry in data.CATALOGUE.values() if entry.bundled]
 
@@ -207,7 +206,7 @@ def test_a_tampered_cached_file_is_refused_by_name_and_fetching_replaces_it(
     monkeypatch.setattr(sets, "MNIST", entry)
     load.mnist("train")
     load.mnist("test")
-    assert capsys.readouterr().err == f"fetched mnist ({size(entry.nbytes)}) to {cache / 'mnist'}\n"
+    assert capsys.readouterr().err == f"fetched mnist (0 MB) to {cache / 'mnist'}\n"
     path = cache / "mnist" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(

@@ -24,7 +24,6 @@ from pathlib import Path
 from orchestra.data.file_sources import DataFile, FileSource, SourceFailed
 from orchestra.data.sets import BUNDLED, DataSet
 from orchestra.errors import EnvironmentProblem
-from orchestra.formatting import size
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +100,8 @@ def fetch(entry: DataSet, *, tell: bool = False) -> Path:
             if wanted:
                 _try_each_way(entry, wanted, folder)
                 if tell:
-                    print(f"fetched {entry.name} ({size(sum(f.nbytes for f in wanted))}) to {folder}", file=sys.stderr)
+                    nbytes = sum(file.nbytes for file in wanted)
+                    print(f"fetched {entry.name} ({nbytes / 1e6:.0f} MB) to {folder}", file=sys.stderr)
     except OSError as error:
         message = f"{error.filename or folder} cannot be written: {error.strerror or error}."
         raise EnvironmentProblem(f"{message} Set ORCHESTRA_DATA to a folder that can hold {entry.name}.") from error
