@@ -173,7 +173,9 @@ def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.remedy == "pip install 'torch>=99.1'"
 
 
-def test_packages_that_are_missing(poison: Poison, orchestra: Orchestra) -> None:
+def test_packages_that_are_missing(
+    poison: Poison, orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(
         "greenlet",
         "print('looking for myself', flush=True)\nraise ModuleNotFoundError('not here', name='greenlet')",
@@ -183,6 +185,9 @@ def test_packages_that_are_missing(poison: Poison, orchestra: Orchestra) -> None
     assert (said.code, needed["state"], extras["state"]) == (0, "fine", "limited")
     assert "greenlet missing (without it the simulator uses slower threads)" in extras["found"]
     assert "greenlet" in extras["remedy"]
+    assert "psutil" in extras["found"]
+    monkeypatch.setattr("orchestra.__file__", str(tmp_path / "lib" / "orchestra" / "__init__.py"))
+    assert "psutil" not in packages.extras().found
     poison("cloudpickle", "import nothing_of_the_kind")
     said = orchestra("doctor", "packages", "--json")
     assert said.code == 3

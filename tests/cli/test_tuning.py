@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> N
     assert all(setting.rate == pytest.approx(1.5, rel=0.3) for setting in far.settings.values())
 
 
-def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
+def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def found(setting: Setting) -> TuningResult:
         return best_at(1.5 if setting.strategy == "ps" else 0.05)(setting)
 
@@ -145,9 +146,23 @@ def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
     seen: dict[str, set[Setting]] = {"allreduce": set(), "ps": set()}
     one = tuned._one
     tuned._one = lambda setting, *rest, **of: (seen[setting.strategy].add(setting), one(setting, *rest, **of))[1]  # type: ignore
+    tuned.quiet = False
     race = tuned.run()
     assert len(seen["allreduce"]) == len(seen["ps"]) == 18
     assert race.settings["allreduce"].rate == pytest.approx(0.05)
+    said = capfd.readouterr().err.splitlines()
+    assert "the best rate of ps is the highest one tried: 6 higher ones for each strategy" in said
+
+
+def test_where_every_rate_fails_lower_ones_are_tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def found(setting: Setting) -> TuningResult:
+        return TuningResult(failed="no") if setting.strategy == "ps" else best_at(1e-6)(setting)
+
+    tuned = made(found, ("allreduce", "ps"), tmp_path)
+    tuned.quiet = False
+    tuned.run()
+    why = "the best rate of allreduce is the lowest one tried and every rate of ps failed"
+    assert f"{why}: 6 lower ones for each strategy" in capfd.readouterr().err.splitlines()
 
 
 def test_two_that_come_to_the_same_stay_two(tmp_path: Path) -> None:
@@ -180,7 +195,7 @@ def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bo
     names = ("allreduce", "hogwild") if "hogwild" in said else ("allreduce",)
     tuned = made(best_at(0.06), names, tmp_path, sim=bool(shared.sim))
     tuned.race, tuned.real = replace(tuned.race, shared=shared, lab=lab), real
-    assert f"12 tries each, {said}, seeds" in tuned._estimate()
+    assert f"12 tries each (6 more each if the best rate of one is at the edge), {said}, seeds" in tuned._estimate()
     race = tuned.run()
     assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
     tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
@@ -218,7 +233,10 @@ def test_what_is_no_rate_or_momentum_is_refused(option: str, orchestra: Orchestr
 def test_compare_tunes_by_default(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     said = orchestra("compare", "digits", "-s", "localsgd,ps(consistency=asp)", *QUICK)
     assert said.code == 0, said.err
-    assert "tuning 2 strategies, 12 tries each, in simulation, seeds 1 and 2: about" in said.err
+    assert "tuning 2 strategies, 12 tries each (6 more each if " in said.err
+    assert "), in simulation, seeds 1 and 2: about" in said.err
+    assert re.search(r"^tuned localsgd: tau \d+ \(of 16, 4, 64\), lr ", said.err, re.M)
+    assert re.search(r"^tuned ps\(consistency=asp\): lr ", said.err, re.M)
     assert "· tuned ·" in said.out
     record = json.loads(Path("out/table.json").read_text())
     assert record["tuned"] is True

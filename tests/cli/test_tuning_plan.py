@@ -98,7 +98,10 @@ def test_where_tries_take_longer_than_the_race_there_are_none(
 def test_the_estimate_covers_tuning_and_race(tmp_path: Path) -> None:
     tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=0.0, score=0.0, epoch=30.0, real=30.0))
     tuning, race = tuned._estimate().splitlines()
-    assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")
+    assert tuning.startswith(
+        "tuning 2 strategies, 12 tries each (6 more each if the best rate of one is at the edge), in simulation, seeds "
+        "3 and 4: about 60 min at most, "
+    )
     assert race == "the race, 6 runs of 20 epochs: about 60 min."
     busy = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(0.0, 0.0, epoch=30.0, real=30.0, busy=1.5))
     tuning, race = busy._estimate().splitlines()

@@ -155,6 +155,8 @@ def test_explain_a_misspelt_name(orchestra: Orchestra) -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
+        (("digits",), "Did you mean `orchestra run digits`?"),
+        (("train.py",), "Did you mean `orchestra run train.py`?"),
         (("run", "digit"), "did you mean 'digits'?"),
         (("run", "nowhere.py"), "there is no such file"),
         (("run", "digits", "--strategy", "slomo"), "did you mean 'slowmo'?"),

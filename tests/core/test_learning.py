@@ -206,9 +206,9 @@ def test_a_good_run_and_a_short_one_are_not_accused(
 
 
 def test_synchronous_strategies_are_not_told_of_stale_gradients(tmp_path: Path) -> None:
-    assert train(tmp_path, Simulated(workers=2), strategy="allreduce").summary.unlearned == (
-        "did not learn (rate too large?)"
-    )
+    summary = train(tmp_path, Simulated(workers=2), strategy="allreduce").summary
+    assert summary.unlearned == "did not learn (rate too large?)"
+    assert summary.made == f"{summary.steps:,} steps in {summary.seconds:.2f} virtual s"
 
 
 def test_where_nothing_is_trained_nothing_is_told(tmp_path: Path) -> None:

@@ -196,11 +196,17 @@ def test_fetched_files_become_images(
 
 
 def test_a_tampered_cached_file_is_refused_by_name_and_fetching_replaces_it(
-    files: dict[str, bytes], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, bytes],
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     entry = tiny(files, LocalFolder(lay(tmp_path / "source", files)))
     monkeypatch.setattr(sets, "MNIST", entry)
     load.mnist("train")
+    load.mnist("test")
+    assert capsys.readouterr().err == f"fetched mnist (0 MB) to {cache / 'mnist'}\n"
     path = cache / "mnist" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(

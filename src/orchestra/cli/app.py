@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from orchestra import recipes
 from orchestra.cli import data, lab
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
@@ -47,6 +49,13 @@ class _Verbs(TyperGroup):
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Keep the typed words in the `obj` of the context, for every command."""
         return super().make_context(info_name, args, parent, **{"obj": [*args]} | extra)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; for a recipe or a script without one, suggest `run`."""
+        if self.get_command(ctx, args[0]) is None and (args[0] in recipes.names() or args[0].endswith(".py")):
+            command = shlex.join([ctx.command_path, "run", args[0]])
+            ctx.fail(f"No such command {args[0]!r}. Did you mean `{command}`?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""

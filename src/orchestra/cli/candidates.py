@@ -81,6 +81,23 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
     return [Setting(texts[0], own=own), *plain]
 
 
+def chosen_option(setting: Setting, tried: Iterable[Setting]) -> str:
+    """Return the value of the main option and those that were tried, if there were several.
+
+    >>> chosen_option(Setting("localsgd(tau=4)"), settings("localsgd", fixed=False, own=0.1, momentum=0.9))
+    'tau 4 (of 16, 4, 64), '
+    """
+    from orchestra.engine import expression
+    from orchestra.strategies.catalogue import row_of
+
+    strategies = [expression.parse(text) for text in dict.fromkeys(s.strategy for s in tried)]
+    chosen = expression.parse(setting.strategy)
+    if len(strategies) < 2 or (tuned := row_of(chosen).tuned_option) is None:
+        return ""
+    values = ", ".join(f"{getattr(strategy, tuned[0])}" for strategy in strategies)
+    return f"{tuned[0]} {getattr(chosen, tuned[0])} (of {values}), "
+
+
 def fixed(texts: Iterable[str]) -> frozenset[str]:
     """Return the strategies whose main option is given."""
     from orchestra.engine import expression

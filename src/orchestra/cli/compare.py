@@ -55,8 +55,9 @@ Tune = Annotated[
     bool,
     o.comparison(
         "--tune/--no-tune",
-        help="Tune the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
-        "tries for all. --lr also switches it off.",
+        help="Tune each strategy first, with equally many tries for all: the learning rate, the main option unless you "
+        "give it (localsgd then races as localsgd(tau=4), say), and the momentum of asynchronous ones. --lr also "
+        "switches it off.",
     ),
 ]
 TuneReal = Annotated[
@@ -170,17 +171,8 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    what = (
-        source,
-        recipe,
-        names,
-        shared,
-        seeds,
-        goal,
-        out or _new_folder(source.label, verb),
-        lab,
-        candidates.fixed(texts),
-    )
+    out = out or _new_folder(source.label, verb)
+    what = (source, recipe, names, shared, seeds, goal, out, lab, candidates.fixed(texts))
     return Race(*what, stream=None if isinstance(recipe, Loop) else streams.samples_of(recipe.data))
 
 

@@ -30,7 +30,7 @@ from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.cli.tuning_results import TuningResult, rank, result_of
 from orchestra.errors import ConfigError, Interrupted, Problem
-from orchestra.formatting import plural, rough_duration
+from orchestra.formatting import listed, plural, rough_duration
 from orchestra.runs.budget import lower_is_better
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class Tuning:
         for _ in range(plan.widenings):
             sides = Counter(side for name in race.strategies if (side := self._edge(tried[name])))
             for side, _ in sides.most_common(1):
+                self._tell_wider(tried, side)
                 for name in race.strategies:
                     self._try(self._grid(name, side), tried[name], plan.first, race.seeds)
         final: dict[str, list[Setting]] = {}
@@ -153,6 +154,19 @@ class Tuning:
             lasting = {setting: found for setting, found in last.items() if not found.collapsed}
             final[name] = self._rank(lasting) or self._rank(untested) or self._rank(last) or best
         return self._conclude(tried, final)
+
+    def _tell_wider(self, tried: Mapping[str, dict[Setting, TuningResult]], side: int) -> None:
+        """Print for which strategies the grid is widened on one side."""
+        if self.quiet:
+            return
+        at_edge = [name for name, found in tried.items() if self._edge(found) == side]
+        failed = [name for name in at_edge if not self._rank(tried[name])]
+        best = [name for name in at_edge if name not in failed]
+        lower = side < 0
+        why = [f"the best rate of {listed(best)} is the {'lowest' if lower else 'highest'} one tried"] if best else []
+        why += [f"every rate of {listed(failed)} failed"] if failed else []
+        self._show("")
+        summary.say(f"{' and '.join(why)}: {self.plan.more} {'lower' if lower else 'higher'} ones for each strategy")
 
     def _run_loop(self) -> Race:
         """Tune a loop, which runs to its end in each try: as many tries as there are seeds, at most five."""
@@ -208,7 +222,8 @@ class Tuning:
                 self._show("")
                 others = "" if isinstance(race.recipe, Loop) else ": --lrs tries others"
                 edge = f", {fairness.AT_EDGE}{others}" if setting.strategy in edges else ""
-                summary.say(f"tuned {setting.strategy}: {setting}{edge}")
+                option = candidates.chosen_option(setting, tried[name])
+                summary.say(f"tuned {name if option else setting.strategy}: {option}{setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
@@ -325,11 +340,12 @@ class Tuning:
         plan, race = self.plan, self.race
         tuning, raced = (rough_duration(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
+        more = f" ({plan.more} more each if the best rate of one is at the edge)" if plan.widenings else ""
         steps, short = plan.first * plan.costs.steps, ""
         if steps < _FEW_STEPS:
             short = f"\n{_brief(max(1, round(steps)))}: more --epochs or --seeds allow for longer ones."
         return (
-            f"tuning {plural(plan.strategies, 'strategy')}, {plan.tries} tries each, {self.where}, seeds "
+            f"tuning {plural(plan.strategies, 'strategy')}, {plan.tries} tries each{more}, {self.where}, seeds "
             f"{race.seeds} and {race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
             f"{' at most' if race.shared.target else ''}: {raced}{network}.{short}"

@@ -84,6 +84,11 @@ class TuningPlan:
         return self.given or _TRIES
 
     @property
+    def more(self) -> int:
+        """Tries of each strategy in a wider grid, besides."""
+        return self.tries // 2
+
+    @property
     def kept(self) -> int:
         """Tries of each strategy in the second rung."""
         return max(1, self.tries // _KEPT)
@@ -91,7 +96,7 @@ class TuningPlan:
     @property
     def _short(self) -> int:
         """Tries of a strategy in the first rung at most."""
-        return self.tries + self.widenings * (self.tries // 2)
+        return self.tries + self.widenings * self.more
 
     @property
     def seconds(self) -> float:

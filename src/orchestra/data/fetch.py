@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,12 +82,12 @@ def ensure(entry: DataSet) -> Path:
     """
     folder = folder_of(entry)
     if not entry.bundled and not all((folder / file.name).exists() for file in entry.files):
-        fetch(entry)
+        fetch(entry, tell=True)
     return folder
 
 
-def fetch(entry: DataSet) -> Path:
-    """Fetch every file of `entry` that is missing or wrong; return the folder."""
+def fetch(entry: DataSet, *, tell: bool = False) -> Path:
+    """Fetch every file of `entry` that is missing or wrong; return the folder. `tell`: print what was fetched."""
     folder = folder_of(entry)
     if entry.bundled:
         for file in entry.files:
@@ -98,6 +99,9 @@ def fetch(entry: DataSet) -> Path:
             wanted = [file for file in entry.files if trouble(entry, file) is not None]
             if wanted:
                 _try_each_way(entry, wanted, folder)
+                if tell:
+                    nbytes = sum(file.nbytes for file in wanted)
+                    print(f"fetched {entry.name} ({nbytes / 1e6:.0f} MB) to {folder}", file=sys.stderr)
     except OSError as error:
         message = f"{error.filename or folder} cannot be written: {error.strerror or error}."
         raise EnvironmentProblem(f"{message} Set ORCHESTRA_DATA to a folder that can hold {entry.name}.") from error

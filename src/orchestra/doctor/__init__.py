@@ -42,7 +42,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="extras",
-        about="import the optional packages: greenlet, ZeroMQ, ...",
+        about="import the optional packages: greenlet, cryptography",
         act=packages.extras,
         remedy="Remove the package that fails.",
     ),

@@ -9,7 +9,9 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+import orchestra
 from orchestra.doctor.trial import Finding, broken, fine, limited, short
 
 PYTHON = "3.11"  # or later
@@ -18,10 +20,8 @@ NEEDED = {"torch": "2.11", "numpy": "", "safetensors": "", "cloudpickle": "", "p
 OPTIONAL = {
     "greenlet": "without it the simulator uses slower threads",
     "cryptography": "for runs between machines",
-    "pyzmq": "for a benchmark",
-    "psutil": "for the tests",
-    "simpy": "for a benchmark",
 }
+IN_A_CHECKOUT = {"pyzmq": "for a benchmark", "psutil": "for the tests", "simpy": "for a benchmark"}
 _MODULES = {"pyyaml": "yaml", "pyzmq": "zmq"}  # where the module has another name than the package
 
 
@@ -46,7 +46,8 @@ def packages() -> Finding:
 
 def extras() -> Finding:
     """Import the optional packages."""
-    versions, failures = _look(OPTIONAL)
+    checkout = Path(orchestra.__file__).parents[2]
+    versions, failures = _look(OPTIONAL | (IN_A_CHECKOUT if (checkout / "pyproject.toml").exists() else {}))
     if failures:
         return limited(
             ", ".join([*versions, *failures.values()]), f"If you want them: pip install {' '.join(failures)}"

@@ -84,7 +84,7 @@ class Facts:
     @property
     def made(self) -> str:
         """Steps and seconds, in words."""
-        return f"{plural(self.steps, 'step')} in {self.seconds:.2f} s"
+        return f"{plural(self.steps, 'step')} in {self.seconds:.2f} {'virtual ' if self.virtual else ''}s"
 
     @property
     def missing(self) -> str | None:
