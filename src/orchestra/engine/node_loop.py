@@ -15,7 +15,6 @@ from orchestra.core import gradient_mask
 from orchestra.core.comm import Comm
 from orchestra.core.log import Log
 from orchestra.core.node import Node
-from orchestra.core.ops import Group
 from orchestra.core.strategy import Layout
 from orchestra.core.vectors import LARGE, ranges
 from orchestra.core.view import View
@@ -362,7 +361,7 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.optimizer.state(),
         "strategy": runtime.state,
-        "view": [node.comm.view.number, node.comm.workers.members, node.comm.servers.members],
+        "view": node.comm.view.saved(),
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.dealt],
         "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
         "progress": [node.comm.progress, node.comm.known],
@@ -388,8 +387,7 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
             node.feed.seek(at, within)
             node.feed.deal_to(places)
         node.feed.seek(epoch, step)
-    number, workers, servers = saved["view"]
-    node.comm.view = View(number, Group(tuple(workers)), Group(tuple(servers)))
+    node.comm.view = View.restored(saved["view"])
     if runtime.state is not None:
         checkpoint.restore_into(runtime.state, saved["strategy"])
         node.adopt(runtime.spec.strategy, runtime.state)
