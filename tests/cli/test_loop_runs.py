@@ -299,6 +299,8 @@ optimizer.finish()
         "first run of allreduce with seed 1"
     )
     assert how in said.err
+    first = r"\[first run\] allreduce · seed 1: about \d+ s, of which it trained 0\.\d+ s: the rest starts "
+    assert re.search(first, said.err)
     assert how in json.loads(Path("found/table.json").read_text())["fairness"]
     assert how in model.build([Path("found")])["fairness"]  # of the page
     assert "--seeds 2 or more allow for it. The race takes about " in said.err

@@ -297,6 +297,8 @@ def test_what_is_assumed_is_said_unless_it_is_given(tmp_path: Path) -> None:
     assert "orchestra probe digits" in assumed.of(race)
     for shared in (replace(race.shared, compute_time="constant:0.05"), replace(race.shared, sim=None)):
         assert assumed.of(replace(race, shared=shared)) == ""
+    refused = replace(race.shared, precision="float12")
+    assumed.tell_measured(replace(race, shared=refused))  # the comparison has ended: this raises nothing
     own = replace(race.recipe, more={"cluster": Simulated(compute_time=ConstantTime(0.1))})
     assert assumed.of(replace(race, recipe=own)) == ""
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from orchestra.cli import summary
+from orchestra.cli.loop_runs import Loop
 from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import rough_duration
@@ -92,7 +93,9 @@ def settle(race: Race, *, quiet: bool) -> Race:
         how = f"{100 * _WAY:g} % of the way from the first score, {values[0]:.4g}, to the best, {best:.4g}"
     found = f"target {goal(target)}, as none was given: {how}, of a first run of {first} with seed {seed}"
     if not quiet:
-        summary.say(f"{mark}: {rough_duration(took)}\n{found}.")
+        trained = outcome.facts.seconds if isinstance(race.recipe, Loop) and outcome.facts is not None else took
+        share = f", of which it trained {trained:.2g} s: the rest starts its processes" if trained < took / 2 else ""
+        summary.say(f"{mark}: {rough_duration(took)}{share}\n{found}.")
     return dataclasses.replace(race, target=target, took=took, chosen_target=found)
 
 
