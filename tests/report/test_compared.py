@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import make_race
+from tests.report.folders import make_race, make_run
 
 from orchestra.report import comparison_file, model, tables
 from orchestra.runs.budget import Target
@@ -35,6 +35,19 @@ def test_the_baseline_is_that_of_the_comparison(tmp_path: Path) -> None:
     assert "times as fast as slowmo" in told["verdict"]["sentence"]
     assert lines(told)["slowmo"][2] == "1"
     assert "times as fast as slowmo" in tables.legend(told)
+
+
+def test_between_runs_of_different_things_nothing_is_judged(tmp_path: Path) -> None:
+    race = make_race(tmp_path / "race", RACE)
+    make_run(tmp_path / "own", note={}, data="1500 samples")
+    told = model.build([tmp_path])
+    assert told["target"] is None
+    assert told["verdict"]["sentence"] == (
+        "No verdict, since the runs train different things. Give the folders of one of them. 1500 samples: 1 run, "
+        f"such as {tmp_path / 'own'}; digits (data unknown): 6 runs, such as {race / 'localsgd' / 'seed0'}."
+    )
+    make_run(tmp_path / "own", note={})  # of the same data, by a script's own call
+    assert "No verdict" not in model.build([tmp_path])["verdict"]["sentence"]
 
 
 def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def build(
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
     races = ComparisonFiles(paths, folders)
-    target = target or races.target
+    workloads = settings.workloads(folders)
+    target = target or (races.target if len(workloads) < 2 else None)
     first = _Representatives(folders)
     runs, about = [], []
     for folder in folders:
@@ -61,7 +62,15 @@ def build(
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"holds no run that can be read ({reasons})")])
-    return reading.harmless(_together(runs, about, refused, target, title, races))  # type: ignore[no-any-return]
+    report = _together(runs, about, refused, target, title, races)
+    if len(workloads) > 1:
+        report["verdict"] |= {"sentence": _no_verdict(workloads), "doubts": (), "tied": ()}
+    return reading.harmless(report)  # type: ignore[no-any-return]
+
+
+def _no_verdict(workloads: Mapping[str, Sequence[Path]]) -> str:
+    kinds = [f"{what}: {plural(len(runs), 'run')}, such as {runs[0]}" for what, runs in workloads.items()]
+    return f"No verdict, since the runs train different things. Give the folders of one of them. {'; '.join(kinds)}."
 
 
 def _end(failed: Failure | None) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from orchestra.runs import reading
@@ -64,6 +66,26 @@ def split(all_settings: Sequence[dict[str, str]]) -> tuple[dict[str, str], list[
     values = {name: {settings.get(name) for settings in all_settings} for name in names}
     equal = {name: found for name in names if len(values[name]) == 1 and (found := next(iter(values[name])))}
     return equal, [name for name in names if name not in equal]
+
+
+def workloads(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return the run folders by what they train: the recipe, if it is known, and the size of the data."""
+    of_data: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for folder in folders:
+        with suppress(reading.Unreadable, OSError):
+            config = reading.config_of(folder)
+            of_data[_text(config.get("data") or "data unknown")][
+                Path(str(config["note"].get("recipe") or "")).name
+            ].append(folder)
+    found: dict[str, list[Path]] = {}
+    for data, by_recipe in of_data.items():
+        unknown = by_recipe.pop(
+            "", []
+        )  # a script's own `train`: of the recipe or script with these data, if there is one
+        for recipe, runs in (by_recipe or {"": []}).items():
+            found[f"{recipe} ({data})" if recipe else data] = [*runs, *unknown]
+            unknown = []
+    return found
 
 
 # Conditions: settings that vary apart from the strategy and the seed.
