@@ -173,7 +173,7 @@ def test_the_page_has_the_last_rung_with_the_rates_that_were_tuned(orchestra: Or
     assert page["why"][-1].startswith("Left out earlier: ")
     rates = page["fairness"][-1]
     chosen = json.loads(Path("out/tuning.json").read_text())["chosen"]
-    assert rates.startswith("tuned in simulation, each the best of ")
+    assert re.match(r"tuned in simulation( \(.*\))?, each the best of ", rates)  # with a note: these tries are short
     assert f"{first} lr {chosen[first]['lr']:.3g}" in rates
     assert {name for name in chosen if f"{name} lr " in rates} == last
 
