@@ -126,7 +126,7 @@ gentle = partial(torch.optim.SGD, lr=0.02)
 
 
 @pytest.mark.timed
-@in_processes([s for s in EXAMPLES if not s.layout.updates.synchronous], of=first_phase)
+@in_processes([s for s in EXAMPLES if not s.layout.updates.synchronous], of=lambda s: s.layout.model_location)
 def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> None:
     """Which push comes first is chance in a real run; where it leads, in the mean over some seeds, is not."""
     delay, network = "exponential:0.02,0.01", "100gbit,50us"
