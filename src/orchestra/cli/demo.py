@@ -74,7 +74,7 @@ def demo(
     fast = _race(_FAST, [*dict.fromkeys((first, "allreduce"))], out / "fast").run(quiet=True)
     concluding.conclude(table, slow.out, as_json=json_, quiet=True, fair=slow.fairness(table))
     if not json_:
-        print(f"\n3. {_contrast(table, fast)}")
+        print(f"\n3. {_contrast(table, fast)}", flush=True)  # before what follows on standard error
     _say(_next(summary.nearby(slow.out.absolute())), quiet)
 
 

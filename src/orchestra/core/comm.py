@@ -164,7 +164,8 @@ class Comm:
                 self.send(server, torch.empty(0), version=view.number, tag=ReservedTag.NEXT_VIEW)
         else:
             for worker in self.workers.members:
-                self._next(worker)
+                if self._next(worker) is not None:
+                    raise RuntimeError(f"node {self.rank} enters view {view.number} with unread messages of {worker}")
         with_all = len(self._gone_on) == len(self.workers)
         self._gone_on.clear()
         self.view = view

@@ -74,14 +74,11 @@ def workloads(folders: Iterable[Path]) -> dict[str, list[Path]]:
     for folder in folders:
         with suppress(reading.Unreadable, OSError):
             config = reading.config_of(folder)
-            of_data[_text(config.get("data") or "data unknown")][
-                Path(str(config["note"].get("recipe") or "")).name
-            ].append(folder)
+            recipe = Path(str(config["note"].get("recipe") or "")).name
+            of_data[_text(config.get("data") or "data unknown")][recipe].append(folder)
     found: dict[str, list[Path]] = {}
     for data, by_recipe in of_data.items():
-        unknown = by_recipe.pop(
-            "", []
-        )  # a script's own `train`: of the recipe or script with these data, if there is one
+        unknown = by_recipe.pop("", [])  # of a script's own `train`: they go with another recipe of these data
         for recipe, runs in (by_recipe or {"": []}).items():
             found[f"{recipe} ({data})" if recipe else data] = [*runs, *unknown]
             unknown = []
